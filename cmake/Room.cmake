@@ -1,0 +1,32 @@
+# rowshard_room(NAME DEPENDS targets...): one static library from every source in src/NAME.
+#
+# A room is included as "NAME/header.h". Its include root holds only itself (a link in the build
+# folder), so a header of a room that is not linked cannot be found: an arrow that points back does
+# not build.
+function(rowshard_room name)
+  cmake_parse_arguments(ARG "" "" "DEPENDS" ${ARGN})
+  set(dir ${CMAKE_SOURCE_DIR}/src/${name})
+  file(GLOB sources CONFIGURE_DEPENDS ${dir}/*.cpp)
+  if(ROWSHARD_HAVE_CUDA)
+    file(GLOB cuda_sources CONFIGURE_DEPENDS ${dir}/*.cu)
+    list(APPEND sources ${cuda_sources})
+  endif()
+  set(root ${CMAKE_BINARY_DIR}/rooms/${name})
+  file(MAKE_DIRECTORY ${root})
+  file(CREATE_LINK ${dir} ${root}/${name} SYMBOLIC)
+  if(NOT sources)
+    add_library(rowshard_${name} INTERFACE)
+    target_include_directories(rowshard_${name} INTERFACE ${root})
+    target_link_libraries(rowshard_${name} INTERFACE ${ARG_DEPENDS})
+    return()
+  endif()
+  add_library(rowshard_${name} STATIC ${sources})
+  target_include_directories(rowshard_${name} PUBLIC ${root})
+  target_link_libraries(rowshard_${name} PUBLIC ${ARG_DEPENDS})
+  if(name STREQUAL "comm")
+    target_link_libraries(rowshard_comm PUBLIC MPI::MPI_CXX)
+    if(ROWSHARD_HAVE_CUDA)
+      target_link_libraries(rowshard_comm PUBLIC NCCL::NCCL)
+    endif()
+  endif()
+endfunction()

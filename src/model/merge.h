@@ -1,0 +1,25 @@
+// Base + adapter -> a plain bf16 Hugging Face model.
+//
+// W' = bf16(W + scale x B A), with W dequantised to f32 when the base is FP8 and the sum in f32.
+// quantization_config is stripped, since nothing is FP8 any more: a merge back into FP8 would round
+// away most of a typical update. One weight is in memory at a time; the directory appears as a
+// whole.
+#pragma once
+
+#include <filesystem>
+
+#include "model/quantize_checkpoint.h"
+
+namespace rowshard {
+
+struct MergeOptions {
+  int64_t max_shard_bytes = int64_t{5} << 30;
+};
+
+/// ConfigError when the adapter has a module that the base has not, or shapes differ.
+CheckpointSummary merge_checkpoint(const std::filesystem::path& base,
+                                   const std::filesystem::path& adapter,
+                                   const std::filesystem::path& destination,
+                                   const MergeOptions& options = {});
+
+}  // namespace rowshard

@@ -1,0 +1,49 @@
+// Products of FP8 matrices. One function for fprop, dgrad and wgrad: both operands are copies that
+// lie along the contraction.
+//
+//   fprop  y  = x·wᵀ    fp8_gemm(y,  x8.rowwise,     w8.rowwise)
+//   dgrad  dx = dy·w    fp8_gemm(dx, dy8.rowwise,    w8.columnwise)
+//   wgrad  dw = dyᵀ·x   fp8_gemm(dw, dy8.columnwise, x8.columnwise)
+//
+// Each block product is scaled by both scales and summed in f32. The sum plus bias is rounded to
+// y's dtype; beta · y is added after that.
+//
+// host: operands are widened to f32 scratch and multiplied by one OpenBLAS call over all of K,
+// whatever M is, so a row's result does not depend on the other rows as far as OpenBLAS allows.
+//
+// cuda, sm_90: cuBLASLt's block-scaled product for 1×128·128×128, 128×128·1×128 and 1×128·1×128,
+// without fast accumulation. It needs K % 16 = 0 and N % 8 = 0; any M works (what is not a
+// multiple of 8 is padded into scratch). Pairs the hardware has no product for (MX,
+// 128×128·128×128) are widened to bf16 and multiplied as such, which is said once in the log.
+// Descriptors and the algorithm are cached by device, shape, layout and alignment. Queued on
+// ctx.stream; scratch comes from ctx.arena (workspace).
+//
+// Throws ShapeError when shapes, dtypes or devices do not fit or the pair is illegal, DeviceError
+// with every size, stride, mode, alignment and version when cuBLASLt has no algorithm.
+#pragma once
+
+#include <optional>
+
+#include "core/arena.h"
+#include "fp8/fp8_view.h"
+
+namespace rowshard {
+
+struct GemmOptions {
+  float beta = 0;
+  std::optional<ConstView> bias;  // [N]; cuda: bf16, or f16 when y is f16; host: f32, bf16 or f16
+};
+
+///   y  [M, N] f32, bf16 or f16; written, and read when beta != 0
+///   x  [M, K]
+///   w  [N, K]
+void fp8_gemm(const View& y, const ConstFp8View& x, const ConstFp8View& w,
+              const GemmOptions& options, Context& ctx);
+
+/// The same on the host in the order that defines the result: per block of K (128, or 32 for MX)
+/// the product of the codes, exact and then rounded to f32; acc = fma(product · x_scale, w_scale,
+/// acc), or fma(product · w_scale, x_scale, acc) for 1×128·128×128; then as above. Slow: for tests.
+void fp8_gemm_oracle(const View& y, const ConstFp8View& x, const ConstFp8View& w,
+                     const GemmOptions& options);
+
+}  // namespace rowshard

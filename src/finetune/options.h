@@ -14,7 +14,7 @@
 namespace rowshard {
 
 /// How bf16, fp16 or fp32 base weights become what the GEMMs read. A native block-FP8 checkpoint is
-/// used as it is under kBlock and kMx alike, and refused under kBf16.
+/// used as it is.
 enum class Recipe {
   kBlock,  // 128x128 blocks, fp32 scales
   kMx,     // 1x32 groups, e8m0 scales

@@ -74,6 +74,41 @@ gpu_count() {
   printf '%s\n' "$listed"
 }
 
+# Whether the built program has the cuda device; `rowshard --version` lists its devices.
+program_has_cuda() { "$PROGRAM" --version 2>/dev/null | grep -qw cuda; }
+
+# choose_device auto|cuda|host [RANKS]: sets DEVICE and RANKS; all GPUs if there are any, else two
+# host ranks, so that the base really is sharded.
+choose_device() {
+  local wanted="$1" gpus
+  RANKS="${2:-}"
+  case "$wanted" in
+    auto | cuda | host) ;;
+    *) die "--device must be auto, cuda or host, not '$wanted'" ;;
+  esac
+  case "$RANKS" in
+    "" | [1-9] | [1-9][0-9] | [1-9][0-9][0-9]) ;;
+    *) die "--ranks must be a positive number, not '$RANKS'" ;;
+  esac
+  DEVICE=host
+  gpus="$(gpu_count)"
+  if [ "$wanted" = cuda ]; then
+    program_has_cuda || die "this build has no cuda device: nvcc >= 12.9 was not found when it was built"
+    [ "$gpus" -gt 0 ] || die "--device cuda: no GPU is visible (nvidia-smi -L lists none)"
+    DEVICE=cuda
+  elif [ "$wanted" = auto ] && [ "$gpus" -gt 0 ]; then
+    if program_has_cuda; then
+      DEVICE=cuda
+    else
+      warn "$gpus GPUs, but this build has no cuda device (nvcc >= 12.9 not found); using the host"
+    fi
+  fi
+  if [ -z "$RANKS" ]; then
+    RANKS=2
+    [ "$DEVICE" = host ] || RANKS="$gpus"
+  fi
+}
+
 # The rank count was chosen by us, not by a resource manager: let Open MPI start as many ranks as
 # asked, leave threads unbound, and share the cores so that BLAS threads do not fight.
 # $1: ranks on this host.

@@ -10,7 +10,8 @@ quality the 4-bit rounding took away, which is fine for a base to fine-tune in a
 import sys
 
 # This folder holds a tokenize.py; the standard library's must come first for every import below.
-sys.path.append(sys.path.pop(0))
+if __name__ == "__main__":
+    sys.path.append(sys.path.pop(0))
 
 import argparse
 import hashlib

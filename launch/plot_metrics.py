@@ -8,7 +8,8 @@ plotting library in the environment.
 import sys
 
 # This folder holds a tokenize.py; the standard library's must come first for every import below.
-sys.path.append(sys.path.pop(0))
+if __name__ == "__main__":
+    sys.path.append(sys.path.pop(0))
 
 import argparse
 import json

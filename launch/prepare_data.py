@@ -9,7 +9,8 @@ none: the first bad line stops the run with its place and exit code 2.
 import sys
 
 # This folder holds a tokenize.py; the standard library's must come first for every import below.
-sys.path.append(sys.path.pop(0))
+if __name__ == "__main__":
+    sys.path.append(sys.path.pop(0))
 
 import argparse
 import os

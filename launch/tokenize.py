@@ -7,7 +7,8 @@ The program works on ids alone; `rowshard generate --prompt` and launch/quicksta
 import sys
 
 # This file's name is also the standard library's; that one must win for every import below.
-sys.path.append(sys.path.pop(0))
+if __name__ == "__main__":
+    sys.path.append(sys.path.pop(0))
 
 import argparse
 from pathlib import Path

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "core/view.h"
+#include "model/files.h"
 
 namespace rowshard {
 
@@ -33,21 +34,6 @@ struct TensorInfo {
   Shape shape() const;  // ConfigError for more than 4 dimensions
   int64_t elements() const;
   std::string describe() const;  // "BF16 [4, 8]"
-};
-
-/// A file descriptor that closes itself.
-class FileHandle {
- public:
-  FileHandle() = default;
-  explicit FileHandle(int fd) : fd_(fd) {}
-  ~FileHandle();
-  FileHandle(FileHandle&& other) noexcept : fd_(other.fd_) { other.fd_ = -1; }
-  FileHandle& operator=(FileHandle&& other) noexcept;
-  int get() const { return fd_; }
-  void close();
-
- private:
-  int fd_ = -1;
 };
 
 class SafetensorsFile {
@@ -90,52 +76,35 @@ struct TensorSpec {
   int64_t bytes() const;
 };
 
-/// Writes a file front to back without holding it in memory: the header from the declared specs
-/// first, then each tensor's bytes in that order. The bytes go to a temporary name beside `path`;
-/// `finish` flushes them to the disk and renames. Destroyed before that, it removes what it wrote.
-/// Specs are written in the given order. {"format": "pt"} is added to the metadata unless it has
-/// one.
+/// Writes a file without holding it in memory: the header comes from the declared specs, then
+/// tensors are written in any order, each front to back. They are laid out by element size and
+/// name, as the reference writer does, so that every element is aligned. The bytes go to a
+/// temporary name beside `path`; `finish` flushes them to the disk and renames. Destroyed before
+/// that, it removes what it wrote. {"format": "pt"} is added to the metadata unless it has a
+/// format.
 class SafetensorsWriter {
  public:
-  SafetensorsWriter(std::filesystem::path path, std::vector<TensorSpec> specs,
+  SafetensorsWriter(std::filesystem::path path, const std::vector<TensorSpec>& specs,
                     std::map<std::string, std::string> metadata = {});
   ~SafetensorsWriter();
-  SafetensorsWriter(SafetensorsWriter&&) = delete;
-  SafetensorsWriter& operator=(SafetensorsWriter&&) = delete;
+  SafetensorsWriter(const SafetensorsWriter&) = delete;
+  SafetensorsWriter& operator=(const SafetensorsWriter&) = delete;
 
-  /// The next bytes of the tensor `name`, which must be the first one not yet complete (LogicError
-  /// otherwise). A tensor may come in any number of pieces.
+  /// The next bytes of a tensor, in any number of pieces. LogicError for an unknown name or too
+  /// many bytes.
   void write(const std::string& name, const void* data, int64_t bytes);
   /// LogicError when a tensor is not complete.
   void finish();
 
  private:
+  struct Slot {
+    int64_t offset = 0;  // from the start of the file
+    int64_t bytes = 0;
+    int64_t written = 0;
+  };
   std::filesystem::path path_, temporary_;
   FileHandle file_;
-  std::vector<TensorSpec> specs_;
-  size_t current_ = 0;   // index of the tensor being written
-  int64_t written_ = 0;  // bytes of it
-  bool finished_ = false;
-};
-
-/// Writes a small text file atomically (temporary name, flush, rename).
-void write_text_file(const std::filesystem::path& path, const std::string& text);
-/// A directory written as a whole: files go to `temporary()`, a hidden sibling of the final name,
-/// and `finish` renames it into place. An existing non-empty directory is a ConfigError, at
-/// construction. Destroyed before `finish`, it removes what was written.
-class AtomicDirectory {
- public:
-  /// replace: an existing directory is replaced at `finish` (swapped aside, then removed).
-  explicit AtomicDirectory(std::filesystem::path path, bool replace = false);
-  ~AtomicDirectory();
-  AtomicDirectory(AtomicDirectory&&) = delete;
-  AtomicDirectory& operator=(AtomicDirectory&&) = delete;
-  const std::filesystem::path& temporary() const { return temporary_; }
-  void finish();
-
- private:
-  std::filesystem::path path_, temporary_;
-  bool replace_;
+  std::map<std::string, Slot> slots_;
   bool finished_ = false;
 };
 

@@ -7,8 +7,9 @@
 
 namespace rowshard {
 
-/// loss_sum [1] f64: += Σ_i loss[i], summed in row order whatever the device (the caller zeroes it
-/// once a step). logits [n, V] (f64 host only, f32, bf16) are replaced by their gradient,
+/// loss_sum [1] f64: += Σ_i loss[i], in the fixed order of sum() in layers/elementwise.h (the
+/// caller zeroes it once a step). logits [n, V] (f64 host only, f32, bf16) are replaced by their
+/// gradient,
 ///   dlogits = (softmax(z) − onehot(label)) · scale,
 /// where scale is 1 / (tokens with a label in the whole batch).
 /// The host throws ShapeError on a label outside [0, V); on cuda its loss is NaN.

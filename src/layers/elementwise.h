@@ -11,6 +11,9 @@ void add(const View& c, const ConstView& a, const ConstView& b, Stream& stream);
 /// x *= factor.
 void scale(const View& x, double factor, Stream& stream);
 
+/// y [T, N] = row for every row (a bias, before the product adds to it).  row [N].
+void broadcast_row(const View& y, const ConstView& row, Stream& stream);
+
 /// y [n, H] = x[rows[i], :].  x [T, H], rows [n] i32 in [0, T).
 void gather_rows(const View& y, const ConstView& x, const ConstView& rows, Stream& stream);
 /// x[rows[i], :] += y[i, :]; rows must be distinct, so that no order of additions shows.

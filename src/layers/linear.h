@@ -12,11 +12,10 @@
 #include <initializer_list>
 #include <string>
 
+#include "fp8/fp8_matrix.h"
 #include "layers/lora.h"
 
 namespace rowshard {
-
-class Fp8Matrix;
 
 /// A frozen weight as this step sees it. Owns nothing: the bytes belong to the unit it was gathered
 /// with.
@@ -37,12 +36,17 @@ enum class ColumnwisePolicy {
 };
 const char* to_string(ColumnwisePolicy policy);  // "release", "resident", "direct"
 
-/// x quantised 1×128 along K, made once and read by every projection of x (q, k, v; gate, up).
-/// Holds no data when no reader is FP8.
+/// x quantised along K, made once and read by every projection of x (q, k, v; gate, up): 1×128, or
+/// MX 1×32 for MX weights. Holds no data when no reader is FP8.
 struct QuantizedInput {
   Tensor codes;   // [T, K] e4m3
-  Tensor scales;  // as fp8/quantize.h lays them out
+  Tensor scales;  // gemm_scale_shape(grouping, T, K)
+  Grouping grouping = Grouping::k1x128;
+
+  explicit operator bool() const { return static_cast<bool>(codes); }
+  ConstFp8View view() const { return {codes, scales, grouping}; }
 };
+/// Throws ConfigError when the readers mix 128-blocks and MX.
 QuantizedInput quantize_input(const ConstView& x,
                               std::initializer_list<const LinearWeight*> readers, Context& ctx);
 

@@ -1,0 +1,142 @@
+#include <algorithm>
+#include <cmath>
+
+#include "layers/cross_entropy.h"
+#include "layers/dispatch.h"
+#include "layers/elementwise.h"
+#include "layers/host_math.h"
+
+namespace rowshard {
+
+#if ROWSHARD_CUDA
+namespace cuda {
+void cross_entropy(const View& losses, const View& logits, const ConstView& labels, double scale,
+                   Stream& stream);
+void token_losses(const View& losses, const ConstView& logits, const ConstView& labels,
+                  Stream& stream);
+}  // namespace cuda
+#endif
+
+namespace host {
+namespace {
+
+void check_labels(const ConstView& labels, int64_t vocabulary) {
+  const int32_t* label = labels.as<int32_t>();
+  for (int64_t i = 0; i < labels.elements(); ++i) {
+    ROWSHARD_CHECK(label[i] >= 0 && label[i] < vocabulary, ShapeError, "label ", label[i],
+                   " of row ", i, " is outside the vocabulary of ", vocabulary,
+                   "; leave rows without a label out with gather_rows");
+  }
+}
+
+template <typename T>
+Accumulator<T> row_maximum(const T* z, int64_t width) {
+  Accumulator<T> maximum = widen(z[0]);
+#pragma omp simd reduction(max : maximum)
+  for (int64_t v = 0; v < width; ++v)
+    maximum = std::max(maximum, widen(z[v]));
+  return maximum;
+}
+
+// f32 partial sums of 49152 terms would lose bits in one long chain: one partial a block, then f64.
+constexpr int64_t kBlock = 4096;
+
+template <typename T>
+double exponential_sum(const T* z, Accumulator<T> maximum, int64_t width) {
+  double total = 0;
+  for (int64_t begin = 0; begin < width; begin += kBlock) {
+    const int64_t end = std::min(begin + kBlock, width);
+    Accumulator<T> partial = 0;
+#pragma omp simd reduction(+ : partial)
+    for (int64_t v = begin; v < end; ++v)
+      partial += fast_exp(widen(z[v]) - maximum);
+    total += partial;
+  }
+  return total;
+}
+
+}  // namespace
+
+void cross_entropy(const View& losses, const View& logits, const ConstView& labels, double scale,
+                   Stream&) {
+  check_labels(labels, logits.dim(1));
+  for_host_type(logits.dtype, "cross_entropy", [&](auto type) {
+    using T = decltype(type);
+    using A = Accumulator<T>;
+    const int64_t rows = logits.dim(0), width = logits.dim(1);
+    const int32_t* label = labels.as<int32_t>();
+    A* loss = losses.as<A>();
+#pragma omp parallel for if (rows * width > kParallelElements)
+    for (int64_t row = 0; row < rows; ++row) {
+      T* z = logits.as<T>() + row * width;
+      const A maximum = row_maximum(z, width);
+      const double total = exponential_sum(z, maximum, width);
+      const A target = widen(z[label[row]]);
+      loss[row] = static_cast<A>(std::log(total) + (maximum - target));
+      const A factor = static_cast<A>(scale / total);
+#pragma omp simd
+      for (int64_t v = 0; v < width; ++v) {
+        z[v] = narrow<T>(fast_exp(widen(z[v]) - maximum) * factor);
+      }
+      z[label[row]] =
+          narrow<T>(static_cast<A>((std::exp(double{target} - maximum) / total - 1) * scale));
+    }
+  });
+}
+
+void token_losses(const View& losses, const ConstView& logits, const ConstView& labels, Stream&) {
+  check_labels(labels, logits.dim(1));
+  for_host_type(logits.dtype, "token_losses", [&](auto type) {
+    using T = decltype(type);
+    using A = Accumulator<T>;
+    const int64_t rows = logits.dim(0), width = logits.dim(1);
+    const int32_t* label = labels.as<int32_t>();
+    A* loss = losses.as<A>();
+#pragma omp parallel for if (rows * width > kParallelElements)
+    for (int64_t row = 0; row < rows; ++row) {
+      const T* z = logits.as<T>() + row * width;
+      const A maximum = row_maximum(z, width);
+      loss[row] = static_cast<A>(std::log(exponential_sum(z, maximum, width)) +
+                                 (maximum - widen(z[label[row]])));
+    }
+  });
+}
+
+}  // namespace host
+
+namespace {
+
+bool logits_and_labels(const ConstView& logits, const ConstView& labels) {
+  return logits.shape.rank() == 2 && logits.dim(1) > 0 && is_float_dtype(logits.dtype) &&
+         labels.shape == Shape{logits.dim(0)} && labels.dtype == DType::kI32 &&
+         labels.device == logits.device;
+}
+
+}  // namespace
+
+void cross_entropy(const View& loss_sum, const View& logits, const ConstView& labels, double scale,
+                   Context& ctx) {
+  check_operands(logits_and_labels(logits, labels), "cross_entropy",
+                 "logits [n, V], labels [n] i32, loss_sum [1] f64",
+                 {{"loss_sum", loss_sum}, {"logits", logits}, {"labels", labels}});
+  Tensor losses = ctx.arena.tensor(Category::kWorkspace, "cross_entropy.losses",
+                                   accumulator_dtype(logits.dtype), labels.shape);
+  if (labels.elements() > 0) {
+    ROWSHARD_DISPATCH(logits.device, cross_entropy(losses, logits, labels, scale, ctx.stream));
+  }
+  sum(loss_sum, losses, /*accumulate=*/true, ctx);
+}
+
+void token_losses(const View& losses, const ConstView& logits, const ConstView& labels,
+                  Stream& stream) {
+  check_operands(logits_and_labels(logits, labels) && losses.shape == labels.shape &&
+                     losses.dtype == accumulator_dtype(logits.dtype) &&
+                     losses.device == logits.device,
+                 "token_losses", "losses [n] f32 (f64 for f64), logits [n, V], labels [n] i32",
+                 {{"losses", losses}, {"logits", logits}, {"labels", labels}});
+  if (labels.elements() == 0)
+    return;
+  ROWSHARD_DISPATCH(logits.device, token_losses(losses, logits, labels, stream));
+}
+
+}  // namespace rowshard

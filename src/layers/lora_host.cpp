@@ -1,0 +1,121 @@
+#include "core/matmul.h"
+#include "layers/dispatch.h"
+#include "layers/elementwise.h"
+#include "layers/lora.h"
+
+namespace rowshard {
+
+#if ROWSHARD_CUDA
+namespace cuda {
+void apply_dropout(const View& y, const ConstView& x, const Dropout& dropout, Stream& stream);
+}
+#endif
+
+namespace host {
+
+void apply_dropout(const View& y, const ConstView& x, const Dropout& dropout, Stream&) {
+  for_host_type(x.dtype, "apply_dropout", [&](auto type) {
+    using T = decltype(type);
+    using A = Accumulator<T>;
+    T* out = y.as<T>();
+    const T* in = x.as<T>();
+    const int64_t count = x.elements();
+    const int64_t first = dropout.first_token * x.dim(1);
+    const A keep = 1 / (1 - static_cast<A>(dropout.rate));
+    // One call of the generator gives four neighbouring elements.
+    const int64_t begin = first / 4, end = ceil_div(first + count, 4);
+#pragma omp parallel for if (count > kParallelElements)
+    for (int64_t group = begin; group < end; ++group) {
+      const auto words = dropout.random.words(group);
+      for (int64_t lane = 0; lane < 4; ++lane) {
+        const int64_t i = group * 4 + lane - first;
+        if (i < 0 || i >= count)
+          continue;
+        const float uniform = static_cast<float>(words[lane] >> 8) * 0x1p-24f;
+        out[i] = uniform < dropout.rate ? T{} : narrow<T>(widen(in[i]) * keep);
+      }
+    }
+  });
+}
+
+}  // namespace host
+
+void apply_dropout(const View& y, const ConstView& x, const Dropout& dropout, Stream& stream) {
+  check_operands(same_operands(x, {y}) && x.shape.rank() == 2, "apply_dropout", "y and x [T, K]",
+                 {{"y", y}, {"x", x}});
+  ROWSHARD_CHECK(dropout.rate >= 0 && dropout.rate < 1, ConfigError,
+                 "the dropout rate must be in [0, 1); got ", dropout.rate);
+  if (x.elements() == 0)
+    return;
+  ROWSHARD_DISPATCH(x.device, apply_dropout(y, x, dropout, stream));
+}
+
+namespace {
+
+void check_factors(const char* operation, const ConstView& y, const ConstView& x,
+                   const LoraFactors& factors) {
+  const ConstView& a = factors.a;
+  const ConstView& b = factors.b;
+  check_operands(x.shape.rank() == 2 && y.shape.rank() == 2 && a.shape.rank() == 2 &&
+                     b.shape.rank() == 2 && x.dim(0) == y.dim(0) && a.dim(1) == x.dim(1) &&
+                     b.dim(0) == y.dim(1) && a.dim(0) == b.dim(1) && a.dim(0) > 0,
+                 operation, "y [T, N], x [T, K], A [r, K], B [N, r]",
+                 {{"y", y}, {"x", x}, {"A", a}, {"B", b}});
+}
+
+// x with the mask on it: x itself at rate 0.
+struct DroppedInput {
+  Tensor scratch;
+  ConstView view;
+
+  DroppedInput(const ConstView& x, const Dropout& dropout, Context& ctx) : view(x) {
+    if (dropout.rate == 0)
+      return;
+    scratch = ctx.arena.tensor(Category::kWorkspace, "lora.dropped", x.dtype, x.shape);
+    apply_dropout(scratch, x, dropout, ctx.stream);
+    view = scratch;
+  }
+};
+
+}  // namespace
+
+void lora_forward(const View& y, const ConstView& x, const LoraFactors& factors,
+                  const Dropout& dropout, LoraSaved* saved, Context& ctx) {
+  check_factors("lora_forward", y, x, factors);
+  const DroppedInput input(x, dropout, ctx);
+  Tensor xa = ctx.arena.tensor(saved ? Category::kActivations : Category::kWorkspace, "lora.xa",
+                               x.dtype, {x.dim(0), factors.rank()});
+  matmul(xa, input.view, Transpose::kNo, factors.a, Transpose::kYes, 1, 0, ctx);
+  matmul(y, xa, Transpose::kNo, factors.b, Transpose::kYes, factors.scale, 1, ctx);
+  if (saved)
+    *saved = LoraSaved{std::move(xa), dropout};
+}
+
+void lora_backward(const View& dx, const ConstView& dy, const ConstView& x,
+                   const LoraFactors& factors, const LoraSaved& saved, Context& ctx) {
+  check_factors("lora_backward", dy, x, factors);
+  check_operands(dx.data == nullptr || dx.shape == x.shape, "lora_backward", "dx like x",
+                 {{"dx", dx}, {"x", x}});
+  ROWSHARD_CHECK(saved.xa && saved.xa.shape() == (Shape{x.dim(0), factors.rank()}), LogicError,
+                 "lora_backward without the forward of these rows: saved xa ",
+                 describe(saved.xa.view()), ", x ", describe(x), ", rank ", factors.rank());
+  matmul(factors.grad_b, dy, Transpose::kYes, saved.xa, Transpose::kNo, factors.scale, 1, ctx);
+  Tensor dxa = ctx.arena.tensor(Category::kWorkspace, "lora.dxa", x.dtype, saved.xa.shape());
+  matmul(dxa, dy, Transpose::kNo, factors.b, Transpose::kNo, factors.scale, 0, ctx);
+  {
+    const DroppedInput input(x, saved.dropout, ctx);
+    matmul(factors.grad_a, dxa, Transpose::kYes, input.view, Transpose::kNo, 1, 1, ctx);
+  }
+  if (dx.data == nullptr)
+    return;
+  if (saved.dropout.rate == 0) {
+    matmul(dx, dxa, Transpose::kNo, factors.a, Transpose::kNo, 1, 1, ctx);
+    return;
+  }
+  Tensor branch = ctx.arena.tensor(Category::kWorkspace, "lora.branch", x.dtype, x.shape);
+  matmul(branch, dxa, Transpose::kNo, factors.a, Transpose::kNo, 1, 0, ctx);
+  apply_dropout(branch, branch, saved.dropout, ctx.stream);
+  add(dx, dx, branch, ctx.stream);
+}
+
+}  // namespace rowshard

@@ -1,0 +1,54 @@
+#include "layers/segments.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace rowshard {
+
+Segments::Segments(std::vector<int32_t> bounds, Context& ctx) {
+  const int64_t tokens = bounds.empty() ? 0 : bounds.back();
+  const auto row = [&](const char* name) {
+    return ctx.arena.tensor(Category::kActivations, name, DType::kI32,
+                            {std::max<int64_t>(tokens, 0)});
+  };
+  starts_ = row("segments.starts");
+  ends_ = row("segments.ends");
+  positions_ = row("segments.positions");
+  assign(std::move(bounds), ctx.stream);
+}
+
+void Segments::assign(std::vector<int32_t> bounds, Stream& stream) {
+  const bool ascending =
+      bounds.size() >= 2 && bounds.front() == 0 &&
+      std::adjacent_find(bounds.begin(), bounds.end(), std::greater_equal<>()) == bounds.end();
+  std::string text;
+  if (!ascending) {
+    for (size_t i = 0; i < std::min<size_t>(bounds.size(), 16); ++i)
+      text += message(" ", bounds[i]);
+    throw ShapeError(message("segment bounds must start at 0 and ascend; got", text,
+                             bounds.size() > 16 ? " …" : ""));
+  }
+  const int64_t tokens = bounds.back();
+  ROWSHARD_CHECK(tokens == starts_.shape()[0], ShapeError, "segments of ", starts_.shape()[0],
+                 " tokens cannot take bounds of ", tokens, " tokens");
+  std::vector<int32_t> starts(tokens), ends(tokens), positions(tokens);
+  int64_t longest = 0;
+  for (size_t s = 0; s + 1 < bounds.size(); ++s) {
+    longest = std::max<int64_t>(longest, bounds[s + 1] - bounds[s]);
+    for (int32_t t = bounds[s]; t < bounds[s + 1]; ++t) {
+      starts[t] = bounds[s];
+      ends[t] = bounds[s + 1];
+      positions[t] = t - bounds[s];
+    }
+  }
+  const auto upload = [&](const Tensor& to, const std::vector<int32_t>& from) {
+    copy(to, ConstView(from.data(), DType::kI32, {tokens}, kHost), stream);
+  };
+  upload(starts_, starts);
+  upload(ends_, ends);
+  upload(positions_, positions);
+  bounds_ = std::move(bounds);
+  longest_ = longest;
+}
+
+}  // namespace rowshard

@@ -13,9 +13,11 @@
 
 namespace rowshard {
 
-struct QuantizeOptions {
+struct QuantizeCheckpointOptions {
   int64_t max_shard_bytes = int64_t{5} << 30;
-  bool power_of_two_scales = false;  // scale_fmt "ue8m0" semantics, still stored as f32
+  /// On, the codes and scales are those that training from the bf16 checkpoint makes in memory.
+  /// Off, the scale is amax / 448 as Hugging Face's own converter writes.
+  bool power_of_two_scales = true;
 };
 
 struct CheckpointSummary {
@@ -30,6 +32,6 @@ struct CheckpointSummary {
 /// exists.
 CheckpointSummary quantize_checkpoint(const std::filesystem::path& source,
                                       const std::filesystem::path& destination,
-                                      const QuantizeOptions& options = {});
+                                      const QuantizeCheckpointOptions& options = {});
 
 }  // namespace rowshard

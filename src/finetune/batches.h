@@ -54,10 +54,12 @@ struct DataPosition {
   bool operator==(const DataPosition&) const = default;
 };
 
-/// The samples of a file that fit seq_len.
+/// The samples of a file that can be used with a seq_len.
 struct UsableSamples {
   std::vector<int64_t> samples;  // indices, in file order
-  int64_t dropped = 0;           // longer than seq_len, or without a trainable token
+  std::vector<int32_t> trained;  // by index in the file: trained labels after the shift
+  int64_t too_long = 0;          // dropped: longer than seq_len
+  int64_t untrained = 0;         // dropped: no label is left after the shift
 };
 
 class Batches {
@@ -70,7 +72,7 @@ class Batches {
 
   const BatchOptions& options() const { return options_; }
   int64_t samples() const { return static_cast<int64_t>(usable_.samples.size()); }  // an epoch
-  int64_t dropped() const { return usable_.dropped; }
+  const UsableSamples& usable() const { return usable_; }  // what was dropped, for the log
   int64_t rows(int64_t epoch) const;
   /// Steps until every sample was used `epochs` times; the last one may reach into the next epoch.
   int64_t steps_for_epochs(int64_t epochs) const;
@@ -80,18 +82,19 @@ class Batches {
   /// Trained labels of the whole global batch: what the loss is divided by, known without a
   /// collective.
   int64_t valid_tokens(DataPosition position) const;
-  /// The position after one global batch, or after `rows`.
+  /// The position after one global batch.
   DataPosition advance(DataPosition position) const;
-  DataPosition advance(DataPosition position, int64_t rows) const;
 
  private:
   struct Epoch;
   const Epoch& epoch(int64_t index) const;
+  /// The row `offset` rows after `position`, in whichever epoch it is.
+  DataPosition locate(DataPosition position, int64_t offset) const;
 
   const TokenFile* file_;
   BatchOptions options_;
   UsableSamples usable_;
-  mutable std::vector<std::unique_ptr<Epoch>> cache_;  // the last two used
+  mutable std::vector<std::unique_ptr<Epoch>> cache_;  // the last few used
 };
 
 /// Validation: file order, every usable sample exactly once, the same number of micro-batches on
@@ -101,7 +104,7 @@ class EvalBatches {
   EvalBatches(const TokenFile& file, const BatchOptions& options, int64_t max_position);
 
   int64_t count() const;  // micro-batches a rank
-  int64_t dropped() const { return usable_.dropped; }
+  const UsableSamples& usable() const { return usable_; }
   MicroBatch micro_batch(int64_t index, int64_t rank) const;
   int64_t valid_tokens() const { return valid_tokens_; }  // of all
 

@@ -44,13 +44,10 @@ json config_json(const AdapterConfig& config) {
           {"auto_mapping", nullptr},
           {"base_model_name_or_path", config.base_model},
           {"bias", "none"},
-          {"corda_config", nullptr},
-          {"eva_config", nullptr},
           {"exclude_modules", nullptr},
           {"fan_in_fan_out", false},
           {"inference_mode", true},
           {"init_lora_weights", true},
-          {"layer_replication", nullptr},
           {"layers_pattern", nullptr},
           {"layers_to_transform", nullptr},
           {"loftq_config", json::object()},
@@ -70,11 +67,13 @@ json config_json(const AdapterConfig& config) {
           {"task_type", "CAUSAL_LM"},
           {"trainable_token_indices", nullptr},
           {"use_dora", false},
-          {"use_qalora", false},
           {"use_rslora", config.rslora}};
 }
 
 std::string model_card(const AdapterConfig& config) {
+  int served_rank = 8;  // vLLM takes certain ranks only, powers of two among them
+  while (served_rank < config.r)
+    served_rank *= 2;
   // Front matter is YAML: JSON's quoted strings are valid in it.
   return message("---\nbase_model: ", json(config.base_model).dump(),
                  "\nlibrary_name: peft\npipeline_tag: text-generation\ntags:\n- lora\n- rowshard\n"
@@ -83,7 +82,7 @@ std::string model_card(const AdapterConfig& config) {
                  ".\n\n```python\nfrom peft import AutoPeftModelForCausalLM\n\n"
                  "model = AutoPeftModelForCausalLM.from_pretrained(\"<this directory>\")\n```\n\n"
                  "With vLLM: `--enable-lora --max-lora-rank ",
-                 std::max(config.r, 8), " --lora-modules name=<this directory>`.\n");
+                 served_rank, " --lora-modules name=<this directory>`.\n");
 }
 
 /// Throws unless key is absent, null, false, or an empty list or object.

@@ -29,12 +29,12 @@ struct AdamW {
 
 /// All of one length, on one device, borrowed; no two may overlap.
 struct AdamWVectors {
-  View parameters;           // [n] f32
-  ConstView gradients;       // [n] f32
-  View m;                    // [n] f32, zero before step 1
-  View v;                    // [n] f32, zero before step 1
-  View compute;              // [n] bf16, or a default View: not wanted
-  ConstView gradient_scale;  // [1] f32, or a default ConstView: 1
+  View parameters;             // [n] f32
+  ConstView gradients;         // [n] f32
+  View m;                      // [n] f32, zero before step 1
+  View v;                      // [n] f32, zero before step 1
+  View compute{};              // [n] bf16, or a default View: not wanted
+  ConstView gradient_scale{};  // [1] f32, or a default ConstView: 1
 };
 
 /// One update; `step` counts from 1. n = 0 is no work. Throws ShapeError when the vectors do not

@@ -11,6 +11,8 @@
 #include <string>
 #include <vector>
 
+#include "layers/linear.h"
+
 namespace rowshard {
 
 /// How bf16, fp16 or fp32 base weights become what the GEMMs read. A native block-FP8 checkpoint is
@@ -55,6 +57,8 @@ struct ReshardAfterForward {
 std::string to_string(const ReshardAfterForward& value);  // "true", "false", "8", "resident"
 ReshardAfterForward parse_reshard_after_forward(const std::string& text);
 
+ColumnwisePolicy parse_columnwise_policy(const std::string& text);
+
 /// How the model is laid over the ranks and run. ranks = dp_replicate x dp_shard x tp.
 struct ExecutionOptions {
   Recipe recipe = Recipe::kBlock;
@@ -63,8 +67,8 @@ struct ExecutionOptions {
   int tp = 1;
   bool sequence_parallel = true;  // no effect with tp = 1
   ReshardAfterForward reshard_after_forward;
-  std::string columnwise = "release";  // release | resident | direct
-  int prefetch = 1;                    // units gathered ahead, 0 … 8
+  ColumnwisePolicy columnwise = ColumnwisePolicy::kRelease;
+  int prefetch = 1;  // units gathered ahead, 0 … 8
   DeviceChoice device = DeviceChoice::kAuto;
 };
 

@@ -1,5 +1,5 @@
-// GoogleTest main for one-process tests: `--device host|cuda` picks where device tests run (default:
-// host). Asked for cuda where there is none, it skips with exit code 77 and says why.
+// GoogleTest main for one-process tests: `--device host|cuda` picks where device tests run
+// (default: host). Asked for cuda where there is none, it skips with exit code 77 and says why.
 #include "test_device.h"
 
 #include <gtest/gtest.h>

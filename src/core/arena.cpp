@@ -95,13 +95,16 @@ struct Arena::State {
 
   void trim() {
     for (auto& [size, blocks] : cache) {
-      for (std::byte* block : blocks) system_free(block);
+      for (std::byte* block : blocks)
+        system_free(block);
     }
     cache.clear();
   }
 };
 
-Buffer::~Buffer() { reset(); }
+Buffer::~Buffer() {
+  reset();
+}
 
 Buffer::Buffer(Buffer&& other) noexcept
     : arena_(std::move(other.arena_)),
@@ -138,12 +141,15 @@ void Buffer::reset() {
 
 Arena::Arena(Device device) : state_(std::make_shared<State>(device)) {}
 
-Device Arena::device() const { return state_->device; }
+Device Arena::device() const {
+  return state_->device;
+}
 
 Buffer Arena::allocate(Category category, std::string_view name, int64_t bytes) {
   ROWSHARD_CHECK(bytes >= 0, LogicError, "arena: ", name, " asks for ", bytes, " bytes");
   Buffer buffer;
-  if (bytes == 0) return buffer;
+  if (bytes == 0)
+    return buffer;
   const int64_t rounded = round_up(bytes, kAlignment);
   std::byte* data = nullptr;
   {
@@ -203,13 +209,15 @@ CategoryBytes Arena::total() const {
 
 void Arena::mark_steady() {
   std::lock_guard lock(state_->mutex);
-  for (auto& bytes : state_->categories) bytes.steady = bytes.now;
+  for (auto& bytes : state_->categories)
+    bytes.steady = bytes.now;
   state_->total.steady = state_->total.now;
 }
 
 void Arena::reset_peak() {
   std::lock_guard lock(state_->mutex);
-  for (auto& bytes : state_->categories) bytes.peak = bytes.now;
+  for (auto& bytes : state_->categories)
+    bytes.peak = bytes.now;
   state_->total.peak = state_->total.now;
 }
 
@@ -217,7 +225,8 @@ std::vector<std::pair<std::string, int64_t>> Arena::live(Category category) cons
   std::lock_guard lock(state_->mutex);
   std::vector<std::pair<std::string, int64_t>> result;
   for (const auto& [id, entry] : state_->live) {
-    if (entry.first.category == category) result.emplace_back(entry.first.name, entry.second);
+    if (entry.first.category == category)
+      result.emplace_back(entry.first.name, entry.second);
   }
   std::sort(result.begin(), result.end(),
             [](const auto& a, const auto& b) { return a.second > b.second; });
@@ -228,7 +237,8 @@ std::string Arena::table() const {
   std::lock_guard lock(state_->mutex);
   std::ostringstream out;
   out << std::left << std::setw(16) << "category" << std::right << std::setw(16) << "now"
-      << std::setw(16) << "steady" << std::setw(16) << "peak" << "\n";
+      << std::setw(16) << "steady" << std::setw(16) << "peak"
+      << "\n";
   const auto row = [&out](const char* name, const CategoryBytes& bytes) {
     out << std::left << std::setw(16) << name << std::right << std::setw(16) << bytes.now
         << std::setw(16) << bytes.steady << std::setw(16) << bytes.peak << "\n";
@@ -240,7 +250,9 @@ std::string Arena::table() const {
   return out.str();
 }
 
-void Arena::set_poison(bool poison) { state_->poison = poison; }
+void Arena::set_poison(bool poison) {
+  state_->poison = poison;
+}
 
 void Arena::trim() {
   std::lock_guard lock(state_->mutex);

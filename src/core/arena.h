@@ -1,9 +1,9 @@
 // The arena owns every byte the library allocates on one device, by category and name.
 //
-// A Buffer (or Tensor) is an owning, move-only handle; destroying it returns its bytes. Freed blocks
-// are kept and handed out again for the same size, so a step that repeats allocates nothing and sees
-// the same addresses. On cuda a returned block may be handed out at once: work still queued on it
-// must be on, or ordered before, the stream of its next user.
+// A Buffer (or Tensor) is an owning, move-only handle; destroying it returns its bytes. Freed
+// blocks are kept and handed out again for the same size, so a step that repeats allocates nothing
+// and sees the same addresses. On cuda a returned block may be handed out at once: work still
+// queued on it must be on, or ordered before, the stream of its next user.
 //
 // `now`, `peak` and `steady` count the bytes asked for by live buffers, not what is cached. A
 // destroyed arena with live buffers is a LogicError in the making: buffers keep its state alive, so
@@ -77,7 +77,7 @@ class Tensor {
   }
 
   const View& view() const { return view_; }
-  operator const View&() const { return view_; }          // NOLINT
+  operator const View&() const { return view_; }           // NOLINT
   operator ConstView() const { return ConstView(view_); }  // NOLINT
   template <typename T>
   T* as() const {
@@ -103,8 +103,8 @@ class Arena {
   Device device() const;
 
   /// `bytes` of memory aligned to 256 bytes, never null for bytes > 0. Contents are undefined
-  /// (poisoned with 0xff, a NaN in every float format, when `set_poison(true)`). Throws DeviceError with the table of live bytes when
-  /// the device is out of memory.
+  /// (poisoned with 0xff, a NaN in every float format, when `set_poison(true)`). Throws DeviceError
+  /// with the table of live bytes when the device is out of memory.
   Buffer allocate(Category category, std::string_view name, int64_t bytes);
   Tensor tensor(Category category, std::string_view name, DType dtype, Shape shape);
 

@@ -69,8 +69,10 @@ void convert(const View& destination, const ConstView& source, Stream&) {
 void convert(const View& destination, const ConstView& source, Stream& stream) {
   ROWSHARD_CHECK(destination.elements() == source.elements() && destination.device == source.device,
                  ShapeError, "convert ", describe(source), " to ", describe(destination));
-  if (source.dtype == destination.dtype) return copy(destination, source, stream);
-  if (source.elements() == 0) return;
+  if (source.dtype == destination.dtype)
+    return copy(destination, source, stream);
+  if (source.elements() == 0)
+    return;
   ROWSHARD_DISPATCH(stream.device(), convert(destination, source, stream));
 }
 

@@ -9,14 +9,16 @@
 namespace rowshard {
 
 inline void cuda_check(cudaError_t status, const char* what, const char* file, int line) {
-  if (status == cudaSuccess) return;
+  if (status == cudaSuccess)
+    return;
   cudaGetLastError();  // clear the non-sticky state so that the next call reports its own error
   throw DeviceError(message(what, " failed: ", cudaGetErrorName(status), " (",
                             cudaGetErrorString(status), ") at ", file, ":", line));
 }
 
 inline void cublas_check(cublasStatus_t status, const char* what, const char* file, int line) {
-  if (status == CUBLAS_STATUS_SUCCESS) return;
+  if (status == CUBLAS_STATUS_SUCCESS)
+    return;
   throw DeviceError(
       message(what, " failed: ", cublasLtGetStatusName(status), " at ", file, ":", line));
 }

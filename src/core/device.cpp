@@ -10,13 +10,17 @@
 
 namespace rowshard {
 
-const char* to_string(DeviceKind kind) { return kind == DeviceKind::kHost ? "host" : "cuda"; }
+const char* to_string(DeviceKind kind) {
+  return kind == DeviceKind::kHost ? "host" : "cuda";
+}
 
 std::string to_string(Device device) {
   return device.is_host() ? "host" : message("cuda:", device.index);
 }
 
-std::ostream& operator<<(std::ostream& out, Device device) { return out << to_string(device); }
+std::ostream& operator<<(std::ostream& out, Device device) {
+  return out << to_string(device);
+}
 
 double now_seconds() {
   using Clock = std::chrono::steady_clock;
@@ -46,21 +50,23 @@ std::string cuda_unavailable_reason() {
     return message("no usable GPU (", cudaGetErrorString(status),
                    "); use --device host, or check the driver with nvidia-smi");
   }
-  if (count == 0) return "no GPU is visible; check CUDA_VISIBLE_DEVICES, or use --device host";
+  if (count == 0)
+    return "no GPU is visible; check CUDA_VISIBLE_DEVICES, or use --device host";
   return "";
 }
 
 void set_device(Device device) {
-  if (device.is_host()) return;
+  if (device.is_host())
+    return;
   const int count = cuda_device_count();
   ROWSHARD_CHECK(device.index < count, DeviceError, "device ", device, " of ", count, " visible: ",
-                 count == 0 ? cuda_unavailable_reason()
-                            : "start at most one rank per visible GPU");
+                 count == 0 ? cuda_unavailable_reason() : "start at most one rank per visible GPU");
   CUDA_CHECK(cudaSetDevice(device.index));
 }
 
 int compute_capability(Device device) {
-  if (device.is_host()) return 0;
+  if (device.is_host())
+    return 0;
   int major = 0;
   int minor = 0;
   CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device.index));
@@ -69,34 +75,47 @@ int compute_capability(Device device) {
 }
 
 int multiprocessor_count(Device device) {
-  if (device.is_host()) return 0;
+  if (device.is_host())
+    return 0;
   int count = 0;
   CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device.index));
   return count;
 }
 
 std::string device_name(Device device) {
-  if (device.is_host()) return "host";
+  if (device.is_host())
+    return "host";
   cudaDeviceProp properties;
   CUDA_CHECK(cudaGetDeviceProperties(&properties, device.index));
   return properties.name;
 }
 
 void synchronize(Device device) {
-  if (device.is_cuda()) CUDA_CHECK(cudaDeviceSynchronize());
+  if (device.is_cuda())
+    CUDA_CHECK(cudaDeviceSynchronize());
 }
 
 #else
 
-int cuda_device_count() { return 0; }
+int cuda_device_count() {
+  return 0;
+}
 std::string cuda_unavailable_reason() {
   return "this rowshard was built without CUDA; install nvcc 12.9 or newer and build again, or use "
          "--device host";
 }
-void set_device(Device device) { require_host(device); }
-int compute_capability(Device) { return 0; }
-int multiprocessor_count(Device) { return 0; }
-std::string device_name(Device) { return "host"; }
+void set_device(Device device) {
+  require_host(device);
+}
+int compute_capability(Device) {
+  return 0;
+}
+int multiprocessor_count(Device) {
+  return 0;
+}
+std::string device_name(Device) {
+  return "host";
+}
 void synchronize(Device) {}
 
 #endif
@@ -118,7 +137,8 @@ Stream::Stream(Device device, std::string name, int priority)
 
 Stream::~Stream() {
 #if ROWSHARD_CUDA
-  if (native_) cudaStreamDestroy(static_cast<cudaStream_t>(native_));
+  if (native_)
+    cudaStreamDestroy(static_cast<cudaStream_t>(native_));
 #endif
 }
 
@@ -141,7 +161,8 @@ void Stream::wait(const Event& event) {
                  ": waits for an event that was never recorded");
 #if ROWSHARD_CUDA
   if (device_.is_cuda()) {
-    CUDA_CHECK(cudaStreamWaitEvent(rowshard::native(*this), static_cast<cudaEvent_t>(event.native_), 0));
+    CUDA_CHECK(
+        cudaStreamWaitEvent(rowshard::native(*this), static_cast<cudaEvent_t>(event.native_), 0));
     return;
   }
 #endif
@@ -155,7 +176,8 @@ void Stream::synchronize() {
     return;
   }
 #endif
-  for (auto& pending : std::exchange(pending_, {})) pending->finish();
+  for (auto& pending : std::exchange(pending_, {}))
+    pending->finish();
 }
 
 bool Stream::capturing() const {
@@ -185,7 +207,8 @@ Event::Event(Device device, bool timing) : device_(device) {
 
 Event::~Event() {
 #if ROWSHARD_CUDA
-  if (native_) cudaEventDestroy(static_cast<cudaEvent_t>(native_));
+  if (native_)
+    cudaEventDestroy(static_cast<cudaEvent_t>(native_));
 #endif
 }
 
@@ -226,7 +249,8 @@ void Event::synchronize() const {
     return;
   }
 #endif
-  for (auto& pending : std::exchange(pending_, {})) pending->finish();
+  for (auto& pending : std::exchange(pending_, {}))
+    pending->finish();
 }
 
 double elapsed_ms(const Event& begin, const Event& end) {

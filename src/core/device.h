@@ -32,8 +32,8 @@ inline constexpr Device kHost{};
 std::string to_string(Device device);
 std::ostream& operator<<(std::ostream& out, Device device);
 
-/// Number of visible GPUs; 0 without a driver. `cuda_unavailable_reason` says why it is 0: not built
-/// in, no driver, no device.
+/// Number of visible GPUs; 0 without a driver. `cuda_unavailable_reason` says why it is 0: not
+/// built in, no driver, no device.
 int cuda_device_count();
 std::string cuda_unavailable_reason();
 /// Makes `device` current for this thread (no-op for host). Throws DeviceError with the remedy when

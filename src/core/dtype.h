@@ -22,7 +22,8 @@ enum class DType { kF64, kF32, kF16, kBF16, kE4M3, kE5M2, kE8M0, kU8, kI32, kI64
 int64_t size_of(DType dtype);  // bytes per element
 const char* to_string(DType dtype);
 
-/// bfloat16: the upper half of an fp32. Conversion from float rounds to nearest even; NaN stays NaN.
+/// bfloat16: the upper half of an fp32. Conversion from float rounds to nearest even; NaN stays
+/// NaN.
 struct bf16 {
   uint16_t bits;
 

@@ -45,7 +45,8 @@ std::string message(const Parts&... parts) {
 }  // namespace rowshard
 
 /// Throws ErrorType with the concatenated parts when the condition does not hold.
-#define ROWSHARD_CHECK(condition, ErrorType, ...)                         \
-  do {                                                                    \
-    if (!(condition)) throw ErrorType(::rowshard::message(__VA_ARGS__)); \
+#define ROWSHARD_CHECK(condition, ErrorType, ...)        \
+  do {                                                   \
+    if (!(condition))                                    \
+      throw ErrorType(::rowshard::message(__VA_ARGS__)); \
   } while (0)

@@ -18,13 +18,15 @@ void set_log_sink(LogSink new_sink) {
 
 void log(const std::string& line) {
   std::lock_guard lock(mutex);
-  if (sink) sink(line);
+  if (sink)
+    sink(line);
 }
 
 void log_once(const std::string& key, const std::string& line) {
   {
     std::lock_guard lock(mutex);
-    if (!seen.insert(key).second) return;
+    if (!seen.insert(key).second)
+      return;
   }
   log(line);
 }

@@ -55,7 +55,8 @@ void matmul(const View& c, const ConstView& a, Transpose transpose_a, const Cons
     return;
   }
   Tensor wide_c = ctx.arena.tensor(Category::kWorkspace, "matmul.result", DType::kF32, {m, n});
-  if (beta != 0) convert(wide_c, c, ctx.stream);
+  if (beta != 0)
+    convert(wide_c, c, ctx.stream);
   cblas_sgemm(CblasRowMajor, op_a, op_b, m, n, k, alpha, wide_a.data, lda, wide_b.data, ldb, beta,
               wide_c.as<float>(), n);
   convert(c, wide_c, ctx.stream);
@@ -73,12 +74,14 @@ void matmul(const View& c, const ConstView& a, Transpose transpose_a, const Cons
   const int64_t m = a.dim(ta ? 1 : 0), k = a.dim(ta ? 0 : 1);
   const int64_t n = b.dim(tb ? 0 : 1), kb = b.dim(tb ? 1 : 0);
   const bool dtypes_fit =
-      a.dtype == b.dtype && (c.dtype == a.dtype || (a.dtype == DType::kBF16 && c.dtype == DType::kF32));
-  ROWSHARD_CHECK(k == kb && c.dim(0) == m && c.dim(1) == n && dtypes_fit &&
-                     a.device == c.device && b.device == c.device && c.device == ctx.device(),
+      a.dtype == b.dtype &&
+      (c.dtype == a.dtype || (a.dtype == DType::kBF16 && c.dtype == DType::kF32));
+  ROWSHARD_CHECK(k == kb && c.dim(0) == m && c.dim(1) == n && dtypes_fit && a.device == c.device &&
+                     b.device == c.device && c.device == ctx.device(),
                  ShapeError, "matmul: A ", describe(a), ta ? " transposed" : "", ", B ",
                  describe(b), tb ? " transposed" : "", ", C ", describe(c));
-  if (m == 0 || n == 0) return;
+  if (m == 0 || n == 0)
+    return;
   if (k == 0 && beta == 0) {
     fill_bytes(c, 0, ctx.stream);
     return;

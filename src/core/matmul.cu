@@ -1,5 +1,5 @@
-// cuBLASLt is column-major: a row-major C = op(A)·op(B) is computed as Cᵀ = op(B)ᵀ·op(A)ᵀ, so B comes
-// first and every leading dimension is a row length.
+// cuBLASLt is column-major: a row-major C = op(A)·op(B) is computed as Cᵀ = op(B)ᵀ·op(A)ᵀ, so B
+// comes first and every leading dimension is a row length.
 #include <algorithm>
 #include <map>
 #include <mutex>
@@ -63,8 +63,7 @@ struct Plan {
                                          &workspace, sizeof workspace);
     for (auto attribute :
          {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
-          CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,
-          CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
+          CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
       cublasLtMatmulPreferenceSetAttribute(preference, attribute, &bytes, sizeof bytes);
     }
     cublasLtMatmulHeuristicResult_t found;
@@ -74,8 +73,8 @@ struct Plan {
     cublasLtMatmulPreferenceDestroy(preference);
     ROWSHARD_CHECK(status == CUBLAS_STATUS_SUCCESS && count > 0, DeviceError,
                    "cuBLASLt has no algorithm for a ", to_string(type), " product of M ", m, " N ",
-                   n, " K ", k, " (pointer alignment ", alignment, "): ",
-                   cublasLtGetStatusName(status));
+                   n, " K ", k, " (pointer alignment ", alignment,
+                   "): ", cublasLtGetStatusName(status));
     algorithm = found.algo;
   }
   ~Plan() { cublasLtMatmulDescDestroy(op); }
@@ -97,7 +96,8 @@ Library& library(int device) {
 int alignment_of(const void* pointer) {
   const auto address = reinterpret_cast<uintptr_t>(pointer);
   int alignment = 256;
-  while (address % alignment != 0) alignment /= 2;
+  while (address % alignment != 0)
+    alignment /= 2;
   return alignment;
 }
 
@@ -108,8 +108,8 @@ void matmul(const View& c, const ConstView& a, Transpose transpose_a, const Cons
             Context& ctx) {
   const bool ta = transpose_a == Transpose::kYes;
   const bool tb = transpose_b == Transpose::kYes;
-  const int alignment = std::min(
-      {alignment_of(a.data), alignment_of(b.data), alignment_of(c.data)});
+  const int alignment =
+      std::min({alignment_of(a.data), alignment_of(b.data), alignment_of(c.data)});
   using Key = std::tuple<int, DType, DType, bool, bool, int64_t, int64_t, int64_t, int>;
   static std::mutex mutex;
   static std::map<Key, Plan> plans;
@@ -125,11 +125,10 @@ void matmul(const View& c, const ConstView& a, Transpose transpose_a, const Cons
     }
     plan = &found->second;
   }
-  Buffer workspace =
-      ctx.arena.allocate(Category::kWorkspace, "matmul.workspace", kWorkspaceBytes);
+  Buffer workspace = ctx.arena.allocate(Category::kWorkspace, "matmul.workspace", kWorkspaceBytes);
   CUBLAS_CHECK(cublasLtMatmul(handle, plan->op, &alpha, b.data, plan->a.handle, a.data,
-                              plan->b.handle, &beta, c.data, plan->c.handle, c.data,
-                              plan->c.handle, &plan->algorithm, workspace.data(), kWorkspaceBytes,
+                              plan->b.handle, &beta, c.data, plan->c.handle, c.data, plan->c.handle,
+                              &plan->algorithm, workspace.data(), kWorkspaceBytes,
                               native(ctx.stream)));
 }
 

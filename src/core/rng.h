@@ -1,6 +1,7 @@
-// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11): random numbers
-// as a pure function of (key, counter). The same element has the same value on both devices, at any
-// rank count and in any order of evaluation, so initial values and dropout masks need no state.
+// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11): random
+// numbers as a pure function of (key, counter). The same element has the same value on both
+// devices, at any rank count and in any order of evaluation, so initial values and dropout masks
+// need no state.
 #pragma once
 
 #include <array>

@@ -18,13 +18,15 @@ Shape::Shape(std::initializer_list<int64_t> dims) {
 
 int64_t Shape::elements() const {
   int64_t product = 1;
-  for (int i = 0; i < rank_; ++i) product *= dims_[i];
+  for (int i = 0; i < rank_; ++i)
+    product *= dims_[i];
   return product;
 }
 
 std::ostream& operator<<(std::ostream& out, const Shape& shape) {
   out << '[';
-  for (int i = 0; i < shape.rank(); ++i) out << (i ? ", " : "") << shape[i];
+  for (int i = 0; i < shape.rank(); ++i)
+    out << (i ? ", " : "") << shape[i];
   return out << ']';
 }
 
@@ -41,9 +43,9 @@ namespace {
 
 template <typename V>
 V slice_rows_of(const V& view, int64_t begin, int64_t count) {
-  ROWSHARD_CHECK(view.shape.rank() >= 1 && begin >= 0 && count >= 0 &&
-                     begin + count <= view.shape[0],
-                 ShapeError, "rows ", begin, " to ", begin + count, " of ", describe(view));
+  ROWSHARD_CHECK(
+      view.shape.rank() >= 1 && begin >= 0 && count >= 0 && begin + count <= view.shape[0],
+      ShapeError, "rows ", begin, " to ", begin + count, " of ", describe(view));
   const int64_t row = view.shape[0] == 0 ? 0 : view.bytes() / view.shape[0];
   Shape shape;
   switch (view.shape.rank()) {
@@ -74,16 +76,21 @@ V reshape_of(const V& view, Shape shape) {
 View View::slice_rows(int64_t begin, int64_t count) const {
   return slice_rows_of(*this, begin, count);
 }
-View View::reshape(Shape shape_) const { return reshape_of(*this, shape_); }
+View View::reshape(Shape shape_) const {
+  return reshape_of(*this, shape_);
+}
 ConstView ConstView::slice_rows(int64_t begin, int64_t count) const {
   return slice_rows_of(*this, begin, count);
 }
-ConstView ConstView::reshape(Shape shape_) const { return reshape_of(*this, shape_); }
+ConstView ConstView::reshape(Shape shape_) const {
+  return reshape_of(*this, shape_);
+}
 
 void copy(const View& destination, const ConstView& source, Stream& stream) {
   ROWSHARD_CHECK(destination.dtype == source.dtype && destination.elements() == source.elements(),
                  ShapeError, "copy from ", describe(source), " to ", describe(destination));
-  if (source.bytes() == 0) return;
+  if (source.bytes() == 0)
+    return;
 #if ROWSHARD_CUDA
   if (destination.device.is_cuda() || source.device.is_cuda()) {
     CUDA_CHECK(cudaMemcpyAsync(destination.data, source.data, source.bytes(), cudaMemcpyDefault,
@@ -96,7 +103,8 @@ void copy(const View& destination, const ConstView& source, Stream& stream) {
 }
 
 void fill_bytes(const View& destination, uint8_t value, Stream& stream) {
-  if (destination.bytes() == 0) return;
+  if (destination.bytes() == 0)
+    return;
 #if ROWSHARD_CUDA
   if (destination.device.is_cuda()) {
     CUDA_CHECK(cudaMemsetAsync(destination.data, value, destination.bytes(), native(stream)));

@@ -101,7 +101,11 @@ void fill_bytes(const View& destination, uint8_t value, Stream& stream);
 /// device.
 void convert(const View& destination, const ConstView& source, Stream& stream);
 
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+constexpr int64_t ceil_div(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+constexpr int64_t round_up(int64_t a, int64_t b) {
+  return ceil_div(a, b) * b;
+}
 
 }  // namespace rowshard

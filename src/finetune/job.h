@@ -1,0 +1,63 @@
+// What finetune, evaluate and generate share: the checkpoint, the mesh, the communicators and the
+// model on this rank's device.
+//
+// Collective over the world: every rank makes a Job from the same options (they are compared before
+// the first collective) and destroys it in the same order.
+#pragma once
+
+#include <memory>
+
+#include "comm/world.h"
+#include "finetune/options.h"
+#include "finetune/reporter.h"
+#include "model/decoder_model.h"
+
+namespace rowshard {
+
+/// The device kind the options ask for on this machine; DeviceError when cuda is asked for and
+/// cannot be had.
+DeviceKind resolve_device(DeviceChoice choice);
+
+/// seq_len 0 means min(model's maximum, 1024); ConfigError when it is longer than the model's.
+int64_t resolve_seq_len(int64_t seq_len, const ModelConfig& config);
+
+/// How the options map on the model; ConfigError for what this build cannot run.
+DecoderOptions decoder_options(const ExecutionOptions& execution, Recompute recompute,
+                               DeviceKind device);
+
+class Job {
+ public:
+  /// Opens the checkpoint and lays the model out. Weights are read by `load`.
+  Job(World& world, const std::string& model_directory, const ExecutionOptions& execution,
+      Recompute recompute, const std::string& all_options);
+
+  void load() { model_->load(checkpoint_); }
+
+  World& world() { return world_; }
+  const Mesh& mesh() const { return mesh_; }
+  int data_rank() const { return mesh_.data_rank(world_.rank()); }
+  int data_size() const { return mesh_.data_parallel(); }
+  const Checkpoint& checkpoint() const { return checkpoint_; }
+  const ModelConfig& config() const { return checkpoint_.config(); }
+  Arena& arena() { return arena_; }
+  Context& context() { return ctx_; }
+  DecoderModel& model() { return *model_; }
+  Communicator& gather_group() { return *gather_; }
+  Communicator& reduce_group() { return *reduce_; }
+
+  /// Sum over the data-parallel ranks of one f64 on the device, read on the host.
+  double reduce_sum(const View& value);
+
+ private:
+  World& world_;
+  Checkpoint checkpoint_;
+  Mesh mesh_;
+  Arena arena_;
+  Stream stream_;
+  Context ctx_;
+  std::unique_ptr<Communicator> gather_;  // units, over dp_shard
+  std::unique_ptr<Communicator> reduce_;  // gradients, over dp_replicate x dp_shard
+  std::unique_ptr<DecoderModel> model_;
+};
+
+}  // namespace rowshard

@@ -1,0 +1,270 @@
+#include "finetune/trainer.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "finetune/adamw.h"
+#include "finetune/generate.h"
+#include "finetune/gradient_clip.h"
+#include "finetune/options_text.h"
+#include "finetune/run_checkpoint.h"
+#include "layers/elementwise.h"
+
+namespace rowshard {
+
+namespace {
+
+BatchOptions batch_options(const FinetuneOptions& options, const Job& job, int64_t seq_len) {
+  BatchOptions batches;
+  batches.seq_len = seq_len;
+  batches.packing = options.packing;
+  batches.micro_batch_size = options.micro_batch_size;
+  batches.grad_accum = options.grad_accum;
+  batches.dp_size = job.mesh().data_parallel();
+  batches.seed = options.seed;
+  return batches;
+}
+
+AdapterConfig adapter_config(const FinetuneOptions& options) {
+  AdapterConfig config;
+  config.r = static_cast<int>(options.lora.r);
+  config.alpha = options.lora.alpha;
+  config.dropout = options.lora.dropout;
+  config.target_modules = options.lora.target_modules;
+  config.base_model = options.model;
+  return config;
+}
+
+}  // namespace
+
+Trainer::Trainer(Job& job, const FinetuneOptions& options, const TokenFile& data,
+                 Reporter& reporter)
+    : job_(job),
+      options_(options),
+      reporter_(reporter),
+      batches_(data, batch_options(options, job, resolve_seq_len(options.seq_len, job.config())),
+               job.config().max_position_embeddings),
+      max_steps_(options.max_steps > 0 ? options.max_steps
+                                       : batches_.steps_for_epochs(options.epochs)),
+      schedule_(options.lr_schedule, options.lr, options.warmup_steps, max_steps_) {
+  Context& ctx = job.context();
+  Arena& arena = job.arena();
+  adapters_ = std::make_unique<AdapterSet>(job.config(), adapter_config(options), job.data_size(),
+                                           job.model().options().activations, options.seed, ctx);
+  const int64_t part = adapters_->count() / job.data_size();
+  m_ = arena.tensor(Category::kOptimizer, "adamw.m", DType::kF32, {part});
+  v_ = arena.tensor(Category::kOptimizer, "adamw.v", DType::kF32, {part});
+  gradient_part_ = arena.tensor(Category::kAdapter, "adapter.gradient_part", DType::kF32, {part});
+  fill_bytes(m_, 0, ctx.stream);
+  fill_bytes(v_, 0, ctx.stream);
+  loss_sum_ = arena.tensor(Category::kWorkspace, "loss_sum", DType::kF64, {1});
+  squares_ = arena.tensor(Category::kWorkspace, "grad_squares", DType::kF64, {1});
+  tokens_ = arena.tensor(Category::kWorkspace, "clip.tokens", DType::kF32, {1});
+  clip_ = arena.tensor(Category::kWorkspace, "clip.result", DType::kF32, {2});
+  // The loss is scaled by 1 / tokens where it is computed, so the clip divides by one.
+  const float one = 1;
+  copy(tokens_, ConstView(&one, DType::kF32, {1}, kHost), ctx.stream);
+  ctx.stream.synchronize();
+}
+
+View Trainer::part(const View& flat) const {
+  const int64_t size = flat.elements() / job_.data_size();
+  return flat.slice_rows(job_.data_rank() * size, size);
+}
+
+double Trainer::update() {
+  Context& ctx = job_.context();
+  Communicator& group = job_.reduce_group();
+  group.reduce_scatter(gradient_part_, adapters_->gradients(), Reduction::kSum, ctx.stream);
+  sum_of_squares(squares_, gradient_part_, false, ctx);
+  group.all_reduce(squares_, Reduction::kSum, ctx.stream);
+  gradient_scale(clip_, squares_, tokens_, options_.clip_norm, ctx);
+
+  AdamW hyper;
+  hyper.lr = schedule_.lr(step_ + 1);
+  hyper.weight_decay = options_.weight_decay;
+  AdamWVectors vectors;
+  vectors.parameters = part(adapters_->parameters());
+  vectors.gradients = gradient_part_;
+  vectors.m = m_;
+  vectors.v = v_;
+  vectors.gradient_scale = clip_.view().slice_rows(0, 1);
+  adamw(vectors, hyper, step_ + 1, ctx.stream);
+  group.all_gather(adapters_->parameters(), vectors.parameters, ctx.stream);
+  adapters_->refresh_compute(ctx.stream);
+
+  float norm = 0;
+  copy(View(&norm, DType::kF32, {1}, kHost), clip_.view().slice_rows(1, 1), ctx.stream);
+  ctx.stream.synchronize();
+  ROWSHARD_CHECK(std::isfinite(norm), Error, "step ", step_ + 1, ": the gradient norm is ", norm,
+                 "; nothing was updated. Lower --lr, or look for samples that break the loss");
+  return norm;
+}
+
+StepMetrics Trainer::train_step() {
+  Context& ctx = job_.context();
+  const double begin = now_seconds();
+  const int64_t wire = job_.gather_group().wire_bytes() + job_.reduce_group().wire_bytes();
+  job_.model().scheduler().reset_exposed();
+  const int64_t valid = batches_.valid_tokens(position_);
+  fill_bytes(adapters_->gradients(), 0, ctx.stream);
+  fill_bytes(loss_sum_, 0, ctx.stream);
+  for (int64_t k = 0; k < options_.grad_accum; ++k) {
+    const MicroBatch host = batches_.micro_batch(position_, job_.data_rank(), k);
+    const DeviceBatch batch(host.input_ids, host.labels, host.cu_seqlens, ctx);
+    Dropout dropout;
+    dropout.rate = static_cast<float>(options_.lora.dropout);
+    dropout.random.seed = options_.seed;
+    // One range of streams for each (step, accumulation, rank); the model offsets it per adapter.
+    const uint64_t slot =
+        (uint64_t(step_) * options_.grad_accum + k) * job_.data_size() + job_.data_rank();
+    dropout.random.stream = (slot + 1) << 20;
+    job_.model().train(batch, *adapters_, valid > 0 ? 1.0 / valid : 0.0, loss_sum_, dropout);
+  }
+  StepMetrics metrics;
+  metrics.grad_norm = update();
+  metrics.lr = schedule_.lr(step_ + 1);
+  metrics.loss = job_.reduce_sum(loss_sum_) / static_cast<double>(std::max<int64_t>(1, valid));
+  metrics.step = ++step_;
+  position_ = batches_.advance(position_);
+  metrics.tokens = valid;
+  const double seconds = now_seconds() - begin;
+  metrics.step_ms = seconds * 1e3;
+  metrics.tokens_per_second = valid / seconds;
+  metrics.exposed_comm_ms = job_.model().scheduler().exposed_seconds() * 1e3;
+  metrics.wire_bytes = job_.gather_group().wire_bytes() + job_.reduce_group().wire_bytes() - wire;
+  job_.arena().mark_steady();
+  return metrics;
+}
+
+namespace {
+
+EvalMetrics evaluate_all(Job& job, const EvalBatches& batches, const AdapterSet* adapters,
+                         int64_t step) {
+  Context& ctx = job.context();
+  Tensor loss_sum = job.arena().tensor(Category::kWorkspace, "eval.loss_sum", DType::kF64, {1});
+  fill_bytes(loss_sum, 0, ctx.stream);
+  for (int64_t i = 0; i < batches.count(); ++i) {
+    const MicroBatch host = batches.micro_batch(i, job.data_rank());
+    const DeviceBatch batch(host.input_ids, host.labels, host.cu_seqlens, ctx);
+    job.model().evaluate(batch, adapters, loss_sum);
+  }
+  EvalMetrics metrics;
+  metrics.step = step;
+  metrics.eval_tokens = batches.valid_tokens();
+  metrics.eval_loss = job.reduce_sum(loss_sum) / static_cast<double>(batches.valid_tokens());
+  return metrics;
+}
+
+}  // namespace
+
+EvalMetrics Trainer::evaluate(const EvalBatches& batches) {
+  return evaluate_all(job_, batches, adapters_.get(), step_);
+}
+
+void Trainer::save_adapter(const std::filesystem::path& directory) {
+  adapters_->save(directory, job_.context());
+}
+
+namespace {
+
+std::string describe_counts(const Batches& batches) {
+  return message(batches.samples(), " samples, ", batches.rows(0), " rows an epoch",
+                 batches.dropped() > 0
+                     ? message(" (", batches.dropped(), " samples left out: too long or untrained)")
+                     : std::string());
+}
+
+}  // namespace
+
+void run_finetune(World& world, const FinetuneOptions& options, Reporter& reporter) {
+  check(options);
+  Job job(world, options.model, options.execution, options.recompute, to_text(options));
+  const TokenFile data = TokenFile::open(options.data, job.config().vocab_size);
+  std::optional<TokenFile> eval_data;
+  if (!options.eval_data.empty()) {
+    eval_data = TokenFile::open(options.eval_data, job.config().vocab_size);
+  }
+  Trainer trainer(job, options, data, reporter);
+  std::optional<EvalBatches> eval;
+  if (eval_data) {
+    eval.emplace(*eval_data, trainer.batches().options(), job.config().max_position_embeddings);
+  }
+  reporter.line(message("model ", options.model, " on ", world.size(), " rank(s), ",
+                        to_string(world.device()), "; ", describe_counts(trainer.batches()), "; ",
+                        trainer.max_steps(), " steps; ", trainer.adapters().trainable(),
+                        " trainable parameters"));
+  job.load();
+  if (options.dry_run) {
+    reporter.line("dry run: everything loads; no step was run");
+    return;
+  }
+  const std::filesystem::path output(options.output_dir);
+  const bool writer = world.rank() == 0;
+  if (writer)
+    std::filesystem::create_directories(output);
+  const std::optional<std::filesystem::path> resume_from =
+      checkpoint_to_resume(options.resume, output);
+  if (resume_from) {
+    trainer.resume(*resume_from);
+    reporter.line(message("resumed after step ", trainer.step(), " from ", resume_from->string()));
+  }
+  std::optional<MetricsWriter> metrics;
+  if (writer)
+    metrics.emplace(output / "metrics.jsonl", trainer.step());
+
+  const auto evaluate = [&] {
+    if (!eval)
+      return;
+    const EvalMetrics result = trainer.evaluate(*eval);
+    if (metrics)
+      metrics->write(result);
+    reporter.eval(result);
+  };
+  if (!resume_from)
+    evaluate();
+  while (trainer.step() < trainer.max_steps()) {
+    const StepMetrics step = trainer.train_step();
+    if (metrics)
+      metrics->write(step, job.arena());
+    ProgressState progress;
+    progress.step = step.step;
+    progress.max_steps = trainer.max_steps();
+    progress.loss = step.loss;
+    progress.tokens_per_second = step.tokens_per_second;
+    progress.seconds_per_step = step.step_ms / 1e3;
+    reporter.step(step, progress);
+    const bool last = step.step == trainer.max_steps();
+    if (last || (options.eval_every > 0 && step.step % options.eval_every == 0))
+      evaluate();
+    if (last || (options.save_every > 0 && step.step % options.save_every == 0)) {
+      trainer.save(output / message("checkpoint-", step.step));
+      if (writer)
+        keep_newest_checkpoints(output, options.keep);
+    }
+  }
+  if (writer)
+    trainer.save_adapter(output / "adapter");
+  world.barrier();
+  reporter.line(job.arena().table());
+  reporter.line(message("adapter: ", (output / "adapter").string()));
+}
+
+EvalMetrics run_evaluate(World& world, const EvaluateOptions& options, Reporter&) {
+  check(options);
+  Job job(world, options.model, options.execution, Recompute::kNone, to_text(options));
+  const TokenFile data = TokenFile::open(options.data, job.config().vocab_size);
+  std::unique_ptr<AdapterSet> adapters;
+  if (!options.adapter.empty())
+    adapters = adapters_from(job, options.adapter);
+  BatchOptions batches;
+  batches.seq_len = resolve_seq_len(options.seq_len, job.config());
+  batches.packing = options.packing;
+  batches.micro_batch_size = options.micro_batch_size;
+  batches.dp_size = job.data_size();
+  const EvalBatches eval(data, batches, job.config().max_position_embeddings);
+  job.load();
+  return evaluate_all(job, eval, adapters.get(), 0);
+}
+
+}  // namespace rowshard

@@ -1,0 +1,67 @@
+// The training loop: micro-batches, one reduction of adapter gradients, clip, AdamW, evaluation,
+// checkpoints.
+//
+// The adapters are replicated; their optimiser state is cut over the data-parallel ranks. A step
+// reduce-scatters the flat gradient, updates each rank's part of the parameters and gathers the
+// parts, so a rank holds 1/ranks of the moments.
+//
+// The loss is Σ over tokens of all ranks and micro-batches, divided by the number of trained tokens
+// of the global batch: the same number at any split of the same batch.
+#pragma once
+
+#include "finetune/batches.h"
+#include "finetune/job.h"
+#include "finetune/schedule.h"
+#include "finetune/token_file.h"
+
+namespace rowshard {
+
+class Trainer {
+ public:
+  Trainer(Job& job, const FinetuneOptions& options, const TokenFile& data, Reporter& reporter);
+
+  int64_t max_steps() const { return max_steps_; }
+  int64_t step() const { return step_; }  // steps done
+  AdapterSet& adapters() { return *adapters_; }
+  const Batches& batches() const { return batches_; }
+
+  /// One optimiser step.
+  StepMetrics train_step();
+  /// Mean loss over every sample of the file.
+  EvalMetrics evaluate(const EvalBatches& batches);
+
+  /// Adapter, moments, step and data position, in `directory` as a whole. Collective; rank 0
+  /// writes.
+  void save(const std::filesystem::path& directory);
+  /// Continues from what `save` wrote, at any number of ranks.
+  void resume(const std::filesystem::path& directory);
+  /// Collective-free; rank 0 calls it.
+  void save_adapter(const std::filesystem::path& directory);
+
+ private:
+  View part(const View& flat) const;  // this rank's slice
+  double update();  // reduce, clip, AdamW, gather; returns the global gradient norm
+
+  Job& job_;
+  FinetuneOptions options_;
+  Reporter& reporter_;
+  Batches batches_;
+  int64_t max_steps_;
+  Schedule schedule_;
+  std::unique_ptr<AdapterSet> adapters_;
+  DataPosition position_;
+  int64_t step_ = 0;
+  Tensor m_, v_;               // [count / ranks] f32
+  Tensor gradient_part_;       // [count / ranks] f32, the reduced slice
+  Tensor loss_sum_, squares_;  // [1] f64
+  Tensor tokens_, clip_;       // [1], [2] f32: read and written by gradient_scale
+};
+
+/// `rowshard finetune`: the whole job. Writes metrics.jsonl, adapter/ and checkpoints under
+/// options.output_dir.
+void run_finetune(World& world, const FinetuneOptions& options, Reporter& reporter);
+
+/// `rowshard evaluate`.
+EvalMetrics run_evaluate(World& world, const EvaluateOptions& options, Reporter& reporter);
+
+}  // namespace rowshard

@@ -1,0 +1,58 @@
+// Saving and resuming a Trainer: the cut optimiser state is put together on rank 0, and cut again
+// by whoever reads it.
+#include <algorithm>
+
+#include "finetune/run_checkpoint.h"
+#include "finetune/trainer.h"
+
+namespace rowshard {
+
+void Trainer::save(const std::filesystem::path& directory) {
+  Context& ctx = job_.context();
+  const int64_t count = adapters_->count();
+  Tensor whole = ctx.arena.tensor(Category::kCommunication, "save.whole", DType::kF32, {count});
+  RunState state;
+  const auto download = [&](const ConstView& flat, std::vector<float>& values) {
+    values.resize(count);
+    copy(View(values.data(), DType::kF32, {count}, kHost), flat, ctx.stream);
+    ctx.stream.synchronize();
+    values.resize(adapters_->trainable());  // padding is not saved
+  };
+  download(adapters_->parameters(), state.parameters);
+  job_.reduce_group().all_gather(whole, m_, ctx.stream);
+  download(whole, state.m);
+  job_.reduce_group().all_gather(whole, v_, ctx.stream);
+  download(whole, state.v);
+  state.step = step_;
+  state.position = position_;
+  state.seed = options_.seed;
+  if (job_.world().rank() == 0)
+    write_run_state(directory, state);
+  job_.world().barrier();  // nobody goes on before the checkpoint is whole
+}
+
+void Trainer::resume(const std::filesystem::path& directory) {
+  Context& ctx = job_.context();
+  RunState state = read_run_state(directory, adapters_->trainable());
+  ROWSHARD_CHECK(state.seed == options_.seed, ConfigError, directory.string(),
+                 " was made with --seed ", state.seed, ", this run has ", options_.seed,
+                 "; the order of the data depends on it");
+  ROWSHARD_CHECK(state.step <= max_steps_, ConfigError, directory.string(), " is at step ",
+                 state.step, ", beyond this run's ", max_steps_);
+  const int64_t count = adapters_->count();
+  const auto upload = [&](std::vector<float>& values, const View& target, bool cut) {
+    values.resize(count, 0.0f);
+    const ConstView whole(values.data(), DType::kF32, {count}, kHost);
+    const int64_t size = target.elements();
+    copy(target, cut ? whole.slice_rows(job_.data_rank() * size, size) : whole, ctx.stream);
+    ctx.stream.synchronize();
+  };
+  upload(state.parameters, adapters_->parameters(), false);
+  upload(state.m, m_, true);
+  upload(state.v, v_, true);
+  adapters_->refresh_compute(ctx.stream);
+  step_ = state.step;
+  position_ = state.position;
+}
+
+}  // namespace rowshard

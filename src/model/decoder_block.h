@@ -1,0 +1,68 @@
+// One decoder block, forward and backward by hand.
+//
+//   h = norm(x);  q, k, v = h·Wᵀ;  rope(q), rope(k);  o = attention(q, k, v);  m = x + o·W_oᵀ
+//   h' = norm(m); gate, up = h'·Wᵀ;  y = m + swiglu(gate, up)·W_downᵀ
+//
+// Every projection may carry an adapter. All weights are frozen, so backward produces dx and the
+// adapters' gradients. The normalised inputs and the SwiGLU product are not saved: they are two
+// cheap passes over what is, and only the adapters need them again.
+#pragma once
+
+#include <array>
+
+#include "layers/attention.h"
+#include "layers/linear.h"
+#include "layers/rope.h"
+
+namespace rowshard {
+
+/// The order of ModelConfig::linears().
+enum LinearIndex { kQ, kK, kV, kO, kGate, kUp, kDown, kLinearCount };
+
+struct BlockShape {
+  int64_t hidden, ffn, heads, kv_heads, head_dim;
+  double rms_norm_eps;
+};
+
+/// The gathered weights of one block; views into its unit.
+struct BlockWeights {
+  ConstView input_norm, post_norm;  // [H]
+  ConstView q_norm, k_norm;         // [D], or no data
+  std::array<LinearWeight, kLinearCount> linear;
+};
+
+struct BlockAdapters {
+  std::array<const LoraFactors*, kLinearCount> linear{};  // null: not adapted
+  Dropout dropout;  // stream = a base the block offsets by the linear's index
+
+  bool any_attention() const { return linear[kQ] || linear[kK] || linear[kV] || linear[kO]; }
+};
+
+/// What forward leaves for backward. T tokens, activations in the compute dtype.
+struct BlockSaved {
+  Tensor x, mid;                 // [T, H] block input; residual stream between the two halves
+  Tensor input_rstd, post_rstd;  // [T]
+  Tensor q_raw, k_raw;           // [T, heads·D] before q/k norm, only with q_norm
+  Tensor q_rstd, k_rstd;         // [T·heads], only with q_norm
+  Tensor q, k, v, o;             // [T, heads·D], after RoPE
+  Tensor lse;                    // [heads, T]
+  Tensor gate, up;               // [T, F]
+  std::array<LinearSaved, kLinearCount> linear;
+};
+
+/// Bytes of one BlockSaved, for the memory plan.
+int64_t block_saved_bytes(const BlockShape& shape, const BlockAdapters& adapters, bool qk_norm,
+                          int64_t tokens, DType dtype);
+
+/// y [T, H] from saved.x, which the caller has filled. Everything else of `saved` is made here.
+void block_forward(const View& y, const BlockShape& shape, const BlockWeights& weights,
+                   const BlockAdapters& adapters, const Segments& segments, const RopeTable& rope,
+                   BlockSaved& saved, Context& ctx);
+
+/// dx [T, H] holds dy on entry and dx on return; the adapters' gradients are added to. With
+/// `need_dx` false (nothing below is trained) dx is left undefined and no work is done for it.
+void block_backward(const View& dx, const BlockShape& shape, const BlockWeights& weights,
+                    const BlockAdapters& adapters, const Segments& segments, const RopeTable& rope,
+                    BlockSaved& saved, bool need_dx, ColumnwisePolicy policy, Context& ctx);
+
+}  // namespace rowshard

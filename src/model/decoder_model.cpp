@@ -1,0 +1,327 @@
+#include "model/decoder_model.h"
+
+#include <algorithm>
+
+#include "layers/cross_entropy.h"
+#include "layers/elementwise.h"
+#include "layers/embedding.h"
+#include "layers/rms_norm.h"
+
+namespace rowshard {
+
+namespace {
+
+// Rows of logits alive at once: bounds the head's scratch at kHeadRows x vocabulary.
+constexpr int64_t kHeadRows = 512;
+
+Tensor upload(const std::vector<int32_t>& values, const char* name, Context& ctx) {
+  Tensor tensor = ctx.arena.tensor(Category::kActivations, name, DType::kI32,
+                                   {static_cast<int64_t>(values.size())});
+  copy(tensor, ConstView(values.data(), DType::kI32, tensor.shape(), kHost), ctx.stream);
+  return tensor;
+}
+
+std::optional<Llama3RopeScaling> rope_scaling(const RopeConfig& rope) {
+  if (rope.type == RopeType::kDefault)
+    return std::nullopt;
+  return Llama3RopeScaling{rope.factor, rope.low_freq_factor, rope.high_freq_factor,
+                           static_cast<double>(rope.original_max_position_embeddings)};
+}
+
+// Brings the units back to their shards when a pass is left by an exception.
+class PassGuard {
+ public:
+  explicit PassGuard(UsageScheduler& scheduler) : scheduler_(&scheduler) {}
+  ~PassGuard() {
+    if (scheduler_)
+      scheduler_->abort();
+  }
+  void finish() {
+    scheduler_->finish();
+    scheduler_ = nullptr;
+  }
+
+ private:
+  UsageScheduler* scheduler_;
+};
+
+}  // namespace
+
+DeviceBatch::DeviceBatch(const std::vector<int32_t>& ids, const std::vector<int32_t>& labels,
+                         const std::vector<int32_t>& bounds, Context& ctx)
+    : tokens_(static_cast<int64_t>(ids.size())) {
+  ROWSHARD_CHECK(labels.size() == ids.size(), ShapeError, "a micro-batch of ", ids.size(),
+                 " ids and ", labels.size(), " labels");
+  std::vector<int32_t> rows, kept;
+  for (size_t i = 0; i < labels.size(); ++i) {
+    if (labels[i] < 0)
+      continue;
+    rows.push_back(static_cast<int32_t>(i));
+    kept.push_back(labels[i]);
+  }
+  labelled_ = static_cast<int64_t>(rows.size());
+  if (tokens_ == 0)
+    return;
+  ids_ = upload(ids, "batch.ids", ctx);
+  rows_ = upload(rows, "batch.rows", ctx);
+  labels_ = upload(kept, "batch.labels", ctx);
+  segments_ = std::make_unique<Segments>(bounds, ctx);
+  ctx.stream.synchronize();  // the vectors above leave scope
+}
+
+DecoderModel::DecoderModel(const ModelConfig& config, const DecoderOptions& options,
+                           Communicator& gather_group, Context& ctx)
+    : config_(config),
+      options_(options),
+      shape_{config.hidden_size, config.intermediate_size, config.heads,
+             config.kv_heads,    config.head_dim,          config.rms_norm_eps},
+      ctx_(ctx),
+      units_(config, options.fp8 ? Storage::kFp8Block : Storage::kPlain, options.activations,
+             gather_group.size()),
+      rope_(config.head_dim, config.max_position_embeddings, config.rope.theta,
+            rope_scaling(config.rope), ctx) {
+  std::vector<ShardedUnit*> pointers;
+  for (const UnitLayout& layout : units_.layouts()) {
+    sharded_.push_back(std::make_unique<ShardedUnit>(layout, gather_group, ctx.arena));
+    pointers.push_back(sharded_.back().get());
+  }
+  scheduler_ = std::make_unique<UsageScheduler>(std::move(pointers), ctx.stream);
+  validation_plan_ =
+      UsagePlan::make(Phase::kValidation, units_.forward_uses(), units_.count(), options.plan);
+  inference_plan_ =
+      UsagePlan::make(Phase::kInference, units_.forward_uses(), units_.count(), options.plan);
+}
+
+void DecoderModel::load(const Checkpoint& checkpoint) {
+  CheckpointSource source(checkpoint);
+  for (auto& unit : sharded_)
+    unit->load(source, ctx_.stream);
+}
+
+const UsagePlan& DecoderModel::training_plan(int64_t lowest_block) {
+  if (planned_lowest_ != lowest_block) {
+    training_plan_ = UsagePlan::make(Phase::kTraining, units_.training_uses(lowest_block),
+                                     units_.count(), options_.plan);
+    planned_lowest_ = lowest_block;
+  }
+  return training_plan_;
+}
+
+const UsagePlan& DecoderModel::forward_plan(Phase phase) {
+  return phase == Phase::kValidation ? validation_plan_ : inference_plan_;
+}
+
+BlockWeights DecoderModel::block_weights(ShardedUnit& unit) const {
+  const BlockIndices& at = units_.block_indices();
+  const auto plain = [&](int weight) { return weight < 0 ? ConstView() : unit.plain(weight); };
+  BlockWeights weights;
+  weights.input_norm = plain(at.input_norm);
+  weights.post_norm = plain(at.post_norm);
+  weights.q_norm = plain(at.q_norm);
+  weights.k_norm = plain(at.k_norm);
+  for (int i = 0; i < kLinearCount; ++i) {
+    const WeightSpec& spec = unit.layout().weights()[at.linear[i]];
+    LinearWeight& linear = weights.linear[i];
+    linear.name = spec.name;
+    linear.n = spec.shape[0];
+    linear.k = spec.shape[1];
+    if (spec.storage == Storage::kFp8Block) {
+      linear.fp8 = &unit.fp8(at.linear[i]);
+    } else {
+      linear.plain = unit.plain(at.linear[i]);
+    }
+    linear.bias = plain(at.bias[i]);
+  }
+  return weights;
+}
+
+BlockAdapters DecoderModel::block_adapters(const AdapterSet* adapters, int64_t layer,
+                                           const Dropout& dropout) const {
+  BlockAdapters result;
+  if (!adapters)
+    return result;
+  for (int i = 0; i < kLinearCount; ++i)
+    result.linear[i] = adapters->factors(layer, i);
+  result.dropout = dropout;
+  result.dropout.random.stream += layer * kLinearCount;
+  return result;
+}
+
+Tensor DecoderModel::embed(const DeviceBatch& batch) {
+  ShardedUnit& unit = scheduler_->acquire(units_.embedding(), Pass::kForward);
+  Tensor x;
+  if (batch.tokens() > 0) {
+    x = ctx_.arena.tensor(Category::kActivations, "x", options_.activations,
+                          {batch.tokens(), config_.hidden_size});
+    embedding_lookup(x, unit.plain(units_.embedding_table()), batch.ids(), ctx_.stream);
+  }
+  scheduler_->release(units_.embedding(), Pass::kForward);
+  return x;
+}
+
+void DecoderModel::head_loss(ShardedUnit& unit, const DeviceBatch& batch, const ConstView& x,
+                             double scale, const View& loss_sum, const View* dx) {
+  const int64_t hidden = config_.hidden_size;
+  const ConstView norm = unit.plain(units_.final_norm());
+  LinearWeight head;
+  head.name = "lm_head";
+  head.n = config_.vocab_size;
+  head.k = hidden;
+  head.plain = unit.plain(units_.head_matrix());
+  if (dx)
+    fill_bytes(*dx, 0, ctx_.stream);
+  // Only positions with a label go through the head.
+  for (int64_t first = 0; first < batch.labelled(); first += kHeadRows) {
+    const int64_t count = std::min(kHeadRows, batch.labelled() - first);
+    const auto scratch = [&](const char* name, int64_t cols) {
+      return ctx_.arena.tensor(Category::kActivations, name, options_.activations, {count, cols});
+    };
+    const ConstView rows = batch.rows().slice_rows(first, count);
+    Tensor gathered = scratch("head.x", hidden);
+    gather_rows(gathered, x, rows, ctx_.stream);
+    Tensor normed = scratch("head.normed", hidden);
+    Tensor rstd = ctx_.arena.tensor(Category::kActivations, "head.rstd", DType::kF32, {count});
+    rms_norm(normed, rstd, gathered, norm, config_.rms_norm_eps, ctx_.stream);
+    Tensor logits = scratch("head.logits", config_.vocab_size);
+    const QuantizedInput none;
+    linear_forward(logits, normed, none, head, nullptr, Dropout{}, nullptr, ctx_);
+    const ConstView labels = batch.labels().slice_rows(first, count);
+    if (!dx) {
+      Tensor losses =
+          ctx_.arena.tensor(Category::kActivations, "head.losses", DType::kF32, {count});
+      token_losses(losses, logits, labels, ctx_.stream);
+      sum(loss_sum, losses, true, ctx_);
+      continue;
+    }
+    cross_entropy(loss_sum, logits, labels, scale, ctx_);
+    Tensor d_normed = scratch("head.d_normed", hidden);
+    linear_backward(d_normed, logits, LinearSaved{}, head, nullptr, false, options_.columnwise,
+                    ctx_);
+    logits.reset();
+    Tensor d_rows = scratch("head.d_rows", hidden);
+    rms_norm_backward(d_rows, d_normed, gathered, norm, rstd, false, View(), ctx_);
+    scatter_add_rows(*dx, d_rows, rows, ctx_.stream);
+  }
+}
+
+void DecoderModel::train(const DeviceBatch& batch, const AdapterSet& adapters, double scale,
+                         const View& loss_sum, const Dropout& dropout) {
+  const int64_t lowest = adapters.lowest_block();
+  scheduler_->begin(training_plan(lowest));
+  PassGuard guard(*scheduler_);
+  const bool empty = batch.tokens() == 0;
+
+  Tensor x = embed(batch);
+  std::vector<BlockSaved> saved(config_.layers);
+  for (int64_t layer = 0; layer < config_.layers; ++layer) {
+    ShardedUnit& unit = scheduler_->acquire(units_.block(layer), Pass::kForward);
+    if (!empty) {
+      Tensor y = ctx_.arena.tensor(Category::kActivations, "x", x.dtype(), x.shape());
+      const BlockAdapters block = block_adapters(&adapters, layer, dropout);
+      saved[layer].x = std::move(x);
+      block_forward(y, shape_, block_weights(unit), block, batch.segments(), rope_, saved[layer],
+                    ctx_);
+      // Backward never goes below the lowest adapter; with recompute it starts from the input.
+      if (layer < lowest) {
+        saved[layer] = BlockSaved{};
+      } else if (options_.recompute) {
+        BlockSaved input;
+        input.x = std::move(saved[layer].x);
+        saved[layer] = std::move(input);
+      }
+      x = std::move(y);
+    }
+    scheduler_->release(units_.block(layer), Pass::kForward);
+  }
+
+  // The head's forward and backward are one fused pass over chunks of rows; the plan's two uses of
+  // the unit are adjacent, so it is gathered once.
+  ShardedUnit& head = scheduler_->acquire(units_.head(), Pass::kForward);
+  Tensor dx;
+  if (!empty) {
+    dx = ctx_.arena.tensor(Category::kActivations, "dx", x.dtype(), x.shape());
+    const View dx_view = dx;
+    head_loss(head, batch, x, scale, loss_sum, &dx_view);
+    x.reset();
+  }
+  scheduler_->release(units_.head(), Pass::kForward);
+  scheduler_->acquire(units_.head(), Pass::kBackward);
+  scheduler_->release(units_.head(), Pass::kBackward);
+
+  for (int64_t layer = config_.layers - 1; layer >= lowest; --layer) {
+    ShardedUnit& unit = scheduler_->acquire(units_.block(layer), Pass::kBackward);
+    if (!empty) {
+      const BlockAdapters block = block_adapters(&adapters, layer, dropout);
+      const BlockWeights weights = block_weights(unit);
+      if (options_.recompute) {
+        Tensor y = ctx_.arena.tensor(Category::kActivations, "x", dx.dtype(), dx.shape());
+        block_forward(y, shape_, weights, block, batch.segments(), rope_, saved[layer], ctx_);
+      }
+      block_backward(dx, shape_, weights, block, batch.segments(), rope_, saved[layer],
+                     layer > lowest, options_.columnwise, ctx_);
+      saved[layer] = BlockSaved{};
+    }
+    scheduler_->release(units_.block(layer), Pass::kBackward);
+  }
+  guard.finish();
+}
+
+Tensor DecoderModel::forward_only(const DeviceBatch& batch, const AdapterSet* adapters) {
+  Tensor x = embed(batch);
+  for (int64_t layer = 0; layer < config_.layers; ++layer) {
+    ShardedUnit& unit = scheduler_->acquire(units_.block(layer), Pass::kForward);
+    if (batch.tokens() > 0) {
+      Tensor y = ctx_.arena.tensor(Category::kActivations, "x", x.dtype(), x.shape());
+      BlockSaved saved;
+      saved.x = std::move(x);
+      block_forward(y, shape_, block_weights(unit), block_adapters(adapters, layer, Dropout{}),
+                    batch.segments(), rope_, saved, ctx_);
+      x = std::move(y);
+    }
+    scheduler_->release(units_.block(layer), Pass::kForward);
+  }
+  return x;
+}
+
+void DecoderModel::evaluate(const DeviceBatch& batch, const AdapterSet* adapters,
+                            const View& loss_sum) {
+  scheduler_->begin(forward_plan(Phase::kValidation));
+  PassGuard guard(*scheduler_);
+  Tensor x = forward_only(batch, adapters);
+  ShardedUnit& head = scheduler_->acquire(units_.head(), Pass::kForward);
+  if (batch.tokens() > 0)
+    head_loss(head, batch, x, 0, loss_sum, nullptr);
+  scheduler_->release(units_.head(), Pass::kForward);
+  guard.finish();
+}
+
+void DecoderModel::logits(const DeviceBatch& batch, const AdapterSet* adapters,
+                          const ConstView& rows, const View& logits) {
+  scheduler_->begin(forward_plan(Phase::kInference));
+  PassGuard guard(*scheduler_);
+  Tensor x = forward_only(batch, adapters);
+  ShardedUnit& unit = scheduler_->acquire(units_.head(), Pass::kForward);
+  const int64_t count = rows.dim(0);
+  const auto scratch = [&](const char* name, int64_t cols) {
+    return ctx_.arena.tensor(Category::kActivations, name, options_.activations, {count, cols});
+  };
+  Tensor gathered = scratch("head.x", config_.hidden_size);
+  gather_rows(gathered, x, rows, ctx_.stream);
+  Tensor normed = scratch("head.normed", config_.hidden_size);
+  Tensor rstd = ctx_.arena.tensor(Category::kActivations, "head.rstd", DType::kF32, {count});
+  rms_norm(normed, rstd, gathered, unit.plain(units_.final_norm()), config_.rms_norm_eps,
+           ctx_.stream);
+  LinearWeight head;
+  head.name = "lm_head";
+  head.n = config_.vocab_size;
+  head.k = config_.hidden_size;
+  head.plain = unit.plain(units_.head_matrix());
+  Tensor result = scratch("head.logits", config_.vocab_size);
+  const QuantizedInput none;
+  linear_forward(result, normed, none, head, nullptr, Dropout{}, nullptr, ctx_);
+  convert(logits, result, ctx_.stream);
+  scheduler_->release(units_.head(), Pass::kForward);
+  guard.finish();
+}
+
+}  // namespace rowshard

@@ -1,0 +1,95 @@
+// A frozen decoder with adapters: units, scheduler, and the passes over a micro-batch.
+//
+// The model owns its sharded units and its RoPE table; adapters are owned by the caller
+// (AdapterSet) because inference runs without them. One micro-batch at a time. All ranks of the
+// gather group call the same passes in the same order, also with an empty micro-batch (0 tokens),
+// which gathers with the others and computes nothing.
+#pragma once
+
+#include <memory>
+
+#include "model/adapter_set.h"
+#include "model/decoder_block.h"
+#include "model/decoder_units.h"
+#include "model/weight_source.h"
+#include "shard/usage_scheduler.h"
+
+namespace rowshard {
+
+struct DecoderOptions {
+  bool fp8 = true;  // linear weights of the blocks in 128x128 FP8; else bf16
+  DType activations = DType::kF32;
+  PlanPolicy plan;
+  ColumnwisePolicy columnwise = ColumnwisePolicy::kRelease;
+  bool recompute = false;  // keep each block's input only, and run its forward again in backward
+};
+
+/// A micro-batch on the device.
+class DeviceBatch {
+ public:
+  /// ids, labels (shifted, -100 where nothing is trained) of one length; cumulative segment bounds.
+  DeviceBatch(const std::vector<int32_t>& ids, const std::vector<int32_t>& labels,
+              const std::vector<int32_t>& bounds, Context& ctx);
+
+  int64_t tokens() const { return tokens_; }
+  int64_t labelled() const { return labelled_; }
+  ConstView ids() const { return ids_; }                   // [T] i32
+  ConstView rows() const { return rows_; }                 // [labelled] i32, positions with a label
+  ConstView labels() const { return labels_; }             // [labelled] i32
+  const Segments& segments() const { return *segments_; }  // only with tokens() > 0
+
+ private:
+  int64_t tokens_ = 0, labelled_ = 0;
+  Tensor ids_, rows_, labels_;
+  std::unique_ptr<Segments> segments_;
+};
+
+class DecoderModel {
+ public:
+  DecoderModel(const ModelConfig& config, const DecoderOptions& options, Communicator& gather_group,
+               Context& ctx);
+
+  /// Reads this rank's parts of the checkpoint. Collective.
+  void load(const Checkpoint& checkpoint);
+
+  const ModelConfig& config() const { return config_; }
+  const DecoderOptions& options() const { return options_; }
+  const DecoderUnits& units() const { return units_; }
+  UsageScheduler& scheduler() { return *scheduler_; }
+
+  /// Adds Σ loss to loss_sum [1] f64 and leaves gradients of (Σ loss · scale) in the adapters.
+  /// `dropout` has a random stream of its own for this micro-batch; each adapter offsets it.
+  void train(const DeviceBatch& batch, const AdapterSet& adapters, double scale,
+             const View& loss_sum, const Dropout& dropout);
+  /// Adds Σ loss to loss_sum. Drops and makes nothing that training needs.
+  void evaluate(const DeviceBatch& batch, const AdapterSet* adapters, const View& loss_sum);
+  /// logits [rows, V] f32 at the given rows of the batch.
+  void logits(const DeviceBatch& batch, const AdapterSet* adapters, const ConstView& rows,
+              const View& logits);
+
+  /// The usage plans of this model.
+  const UsagePlan& training_plan(int64_t lowest_block);
+  const UsagePlan& forward_plan(Phase phase);
+
+ private:
+  BlockWeights block_weights(ShardedUnit& unit) const;
+  BlockAdapters block_adapters(const AdapterSet* adapters, int64_t layer,
+                               const Dropout& dropout) const;
+  Tensor embed(const DeviceBatch& batch);
+  Tensor forward_only(const DeviceBatch& batch, const AdapterSet* adapters);
+  void head_loss(ShardedUnit& unit, const DeviceBatch& batch, const ConstView& x, double scale,
+                 const View& loss_sum, const View* dx);
+
+  ModelConfig config_;
+  DecoderOptions options_;
+  BlockShape shape_;
+  Context& ctx_;
+  DecoderUnits units_;
+  std::vector<std::unique_ptr<ShardedUnit>> sharded_;
+  std::unique_ptr<UsageScheduler> scheduler_;
+  RopeTable rope_;
+  UsagePlan training_plan_, validation_plan_, inference_plan_;
+  int64_t planned_lowest_ = -1;
+};
+
+}  // namespace rowshard

@@ -1,0 +1,77 @@
+#include "model/decoder_units.h"
+
+namespace rowshard {
+
+DecoderUnits::DecoderUnits(const ModelConfig& config, Storage linear, DType activations, int ranks)
+    : layers_(config.layers), tied_(config.tie_word_embeddings) {
+  const auto plain = [](std::string name, Shape shape, DType dtype) {
+    return WeightSpec{std::move(name), shape, Storage::kPlain, dtype};
+  };
+  const DType linear_dtype = linear == Storage::kFp8Block ? DType::kE4M3 : DType::kBF16;
+
+  std::vector<WeightSpec> embedding{
+      plain("model.embed_tokens", {config.vocab_size, config.hidden_size}, DType::kBF16)};
+  const WeightSpec final_norm = plain("model.norm", {config.hidden_size}, activations);
+  if (tied_) {
+    embedding.push_back(final_norm);
+    final_norm_ = 1;
+    head_matrix_ = 0;
+  }
+  layouts_.emplace_back(tied_ ? "embedding+head" : "embedding", std::move(embedding), ranks);
+
+  for (int64_t layer = 0; layer < config.layers; ++layer) {
+    const std::string prefix = layer_prefix(layer);
+    std::vector<WeightSpec> weights;
+    BlockIndices indices;
+    const auto add = [&weights](WeightSpec spec) {
+      weights.push_back(std::move(spec));
+      return static_cast<int>(weights.size()) - 1;
+    };
+    indices.input_norm = add(plain(prefix + "input_layernorm", {config.hidden_size}, activations));
+    indices.post_norm =
+        add(plain(prefix + "post_attention_layernorm", {config.hidden_size}, activations));
+    if (config.qk_norm) {
+      indices.q_norm = add(plain(prefix + "self_attn.q_norm", {config.head_dim}, activations));
+      indices.k_norm = add(plain(prefix + "self_attn.k_norm", {config.head_dim}, activations));
+    }
+    int i = 0;
+    for (const LinearModule& module : config.linears()) {
+      indices.linear[i] =
+          add(WeightSpec{prefix + module.name, {module.n, module.k}, linear, linear_dtype});
+      // A bias is a weight of its own; its name ends in ".bias" and is read as such.
+      indices.bias[i] =
+          module.bias ? add(plain(prefix + module.name + ".bias", {module.n}, activations)) : -1;
+      ++i;
+    }
+    block_ = indices;
+    layouts_.emplace_back(message("block ", layer), std::move(weights), ranks);
+  }
+  if (!tied_) {
+    final_norm_ = 0;
+    head_matrix_ = 1;
+    layouts_.emplace_back(
+        "head",
+        std::vector<WeightSpec>{
+            final_norm, plain("lm_head", {config.vocab_size, config.hidden_size}, DType::kBF16)},
+        ranks);
+  }
+}
+
+std::vector<UnitUse> DecoderUnits::forward_uses() const {
+  std::vector<UnitUse> uses{{embedding(), Pass::kForward}};
+  for (int64_t layer = 0; layer < layers_; ++layer)
+    uses.push_back({block(layer), Pass::kForward});
+  uses.push_back({head(), Pass::kForward});
+  return uses;
+}
+
+std::vector<UnitUse> DecoderUnits::training_uses(int64_t lowest_block) const {
+  std::vector<UnitUse> uses = forward_uses();
+  uses.push_back({head(), Pass::kBackward});
+  for (int64_t layer = layers_ - 1; layer >= lowest_block; --layer) {
+    uses.push_back({block(layer), Pass::kBackward});
+  }
+  return uses;
+}
+
+}  // namespace rowshard

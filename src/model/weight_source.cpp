@@ -1,0 +1,101 @@
+#include "model/weight_source.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "fp8/quantize.h"
+
+namespace rowshard {
+
+namespace {
+
+constexpr int64_t kBand = 128;
+
+bool ends_with(const std::string& text, const std::string& tail) {
+  return text.size() >= tail.size() &&
+         text.compare(text.size() - tail.size(), tail.size(), tail) == 0;
+}
+
+// A unit's weight is named after its module; only biases carry their own suffix.
+std::string tensor_name(const WeightSpec& weight) {
+  return ends_with(weight.name, ".bias") ? weight.name : weight.name + ".weight";
+}
+
+}  // namespace
+
+CheckpointSource::CheckpointSource(const Checkpoint& checkpoint) : checkpoint_(checkpoint) {}
+
+void CheckpointSource::read(const WeightSpec& weight, int64_t begin, int64_t end,
+                            std::byte* destination) {
+  const std::string name = tensor_name(weight);
+  if (weight.storage == Storage::kPlain)
+    return read_plain(weight, name, begin, end, destination);
+  if (checkpoint_.is_fp8(name)) {
+    checkpoint_.tensors().read(name, begin, end - begin, destination);
+    return;
+  }
+  quantize_bands(weight, name, begin, end, destination);
+}
+
+void CheckpointSource::read_plain(const WeightSpec& weight, const std::string& name, int64_t begin,
+                                  int64_t end, std::byte* destination) {
+  ROWSHARD_CHECK(!checkpoint_.is_fp8(name), ConfigError, name,
+                 " is stored in FP8, but --recipe bf16 asks for unquantised weights; use --recipe "
+                 "block, which takes the stored codes as they are");
+  if (checkpoint_.tensors().at(name).dtype() == weight.dtype) {
+    checkpoint_.tensors().read(name, begin, end - begin, destination);
+    return;
+  }
+  // Converted by whole rows; a range may begin and end inside an element.
+  const int64_t columns = weight.shape.rank() == 2 ? weight.shape[1] : 1;
+  const int64_t row_bytes = columns * size_of(weight.dtype);
+  const int64_t first = begin / row_bytes;
+  const int64_t rows = ceil_div(end, row_bytes) - first;
+  const std::vector<float> wide = checkpoint_.read_rows_f32(name, first, rows);
+  std::vector<std::byte> converted(rows * row_bytes);
+  convert(View(converted.data(), weight.dtype, {rows, columns}, kHost),
+          ConstView(wide.data(), DType::kF32, {rows, columns}, kHost), stream_);
+  std::memcpy(destination, converted.data() + (begin - first * row_bytes), end - begin);
+}
+
+void CheckpointSource::quantize_bands(const WeightSpec& weight, const std::string& name,
+                                      int64_t begin, int64_t end, std::byte* destination) {
+  const int64_t n = weight.shape[0], k = weight.shape[1];
+  const int64_t block_cols = ceil_div(k, kBand);
+  auto& scales = quantized_scales_[weight.name];
+  scales.resize(ceil_div(n, kBand) * block_cols, 0.0f);
+  for (int64_t band = begin / k / kBand; band * kBand * k < end; ++band) {
+    const int64_t first = band * kBand;
+    const int64_t rows = std::min(kBand, n - first);
+    const std::vector<float> wide = checkpoint_.read_rows_f32(name, first, rows);
+    Tensor codes = arena_.tensor(Category::kWorkspace, "band.codes", DType::kE4M3, {rows, k});
+    Tensor scale = arena_.tensor(Category::kWorkspace, "band.scales", DType::kF32,
+                                 gemm_scale_shape(Grouping::k128x128, rows, k));
+    const Fp8View rowwise{codes, scale, Grouping::k128x128};
+    quantize(&rowwise, nullptr, ConstView(wide.data(), DType::kF32, {rows, k}, kHost),
+             QuantizeOptions{}, stream_);
+    std::copy_n(scale.as<float>(), block_cols, &scales[band * block_cols]);
+    const int64_t from = std::max(begin, first * k);
+    const int64_t to = std::min(end, (first + rows) * k);
+    std::memcpy(destination + (from - begin), codes.view().byte_data() + (from - first * k),
+                to - from);
+  }
+}
+
+void CheckpointSource::scales(const WeightSpec& weight, float* destination) {
+  const std::string name = tensor_name(weight);
+  const int64_t count = ceil_div(weight.shape[0], kBand) * ceil_div(weight.shape[1], kBand);
+  if (checkpoint_.is_fp8(name)) {
+    const std::vector<float> stored = checkpoint_.read_scales(name);
+    std::copy_n(stored.data(), count, destination);
+    return;
+  }
+  const auto known = quantized_scales_.find(weight.name);
+  if (known == quantized_scales_.end()) {  // this rank owns no byte of the weight
+    std::fill_n(destination, count, 0.0f);
+    return;
+  }
+  std::copy_n(known->second.data(), count, destination);
+}
+
+}  // namespace rowshard

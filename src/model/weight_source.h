@@ -1,0 +1,36 @@
+// Reads a rank's own bytes of a checkpoint into its shards.
+//
+// A weight that the checkpoint holds as the unit stores it is read range by range. A bf16, fp16 or
+// fp32 linear weight under the block recipe is read in bands of 128 rows, because a scale belongs
+// to a whole 128x128 block; the band is quantised on the host and only the owned bytes are kept.
+// Every rank that owns bytes of a band computes the same codes and scales.
+#pragma once
+
+#include <map>
+
+#include "core/arena.h"
+#include "model/checkpoint.h"
+#include "shard/sharded_unit.h"
+
+namespace rowshard {
+
+class CheckpointSource : public UnitSource {
+ public:
+  explicit CheckpointSource(const Checkpoint& checkpoint);
+
+  void read(const WeightSpec& weight, int64_t begin, int64_t end, std::byte* destination) override;
+  void scales(const WeightSpec& weight, float* destination) override;
+
+ private:
+  void read_plain(const WeightSpec& weight, const std::string& name, int64_t begin, int64_t end,
+                  std::byte* destination);
+  void quantize_bands(const WeightSpec& weight, const std::string& name, int64_t begin, int64_t end,
+                      std::byte* destination);
+
+  const Checkpoint& checkpoint_;
+  Arena arena_{kHost};
+  Stream stream_{kHost};
+  std::map<std::string, std::vector<float>> quantized_scales_;  // compact, 0 where not owned
+};
+
+}  // namespace rowshard

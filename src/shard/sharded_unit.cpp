@@ -1,0 +1,127 @@
+#include "shard/sharded_unit.h"
+
+#include <cstring>
+
+namespace rowshard {
+
+ShardedUnit::ShardedUnit(UnitLayout layout, Communicator& gather_group, Arena& arena)
+    : layout_(std::move(layout)), gather_group_(gather_group), arena_(arena) {
+  ROWSHARD_CHECK(layout_.ranks() == gather_group.size(), LogicError, "unit ", name(),
+                 " is laid out for ", layout_.ranks(), " ranks; its communicator has ",
+                 gather_group.size());
+  shard_ = arena.allocate(Category::kRowwiseShard, name(), layout_.shard_bytes());
+  for (const WeightSpec& weight : layout_.weights()) {
+    if (weight.storage != Storage::kFp8Block) {
+      matrices_.push_back(nullptr);
+      scales_.emplace_back();
+      continue;
+    }
+    matrices_.push_back(std::make_unique<Fp8Matrix>(weight.name, weight.shape[0], weight.shape[1],
+                                                    Grouping::k128x128, arena.device()));
+    scales_.push_back(
+        arena.tensor(Category::kScales, weight.name, DType::kF32,
+                     gemm_scale_shape(Grouping::k128x128, weight.shape[0], weight.shape[1])));
+  }
+}
+
+void ShardedUnit::load(UnitSource& source, Stream& stream) {
+  const Device device = arena_.device();
+  // Zero first: the padding between weights is defined, so shards compare equal byte for byte.
+  std::vector<std::byte> bytes(layout_.shard_bytes(), std::byte{0});
+  for (const UnitLayout::Piece& piece : layout_.pieces(gather_group_.rank())) {
+    source.read(layout_.weights()[piece.weight], piece.begin, piece.end,
+                bytes.data() + piece.shard_offset);
+  }
+  bound_before_ = false;
+  const Shape shape{layout_.shard_bytes()};
+  copy(View(shard_.data(), DType::kU8, shape, device),
+       ConstView(bytes.data(), DType::kU8, shape, kHost), stream);
+  stream.synchronize();
+  for (size_t i = 0; i < matrices_.size(); ++i) {
+    if (!matrices_[i])
+      continue;
+    const WeightSpec& weight = layout_.weights()[i];
+    const int64_t block_rows = ceil_div(weight.shape[0], 128);
+    const int64_t block_cols = ceil_div(weight.shape[1], 128);
+    std::vector<float> compact(block_rows * block_cols);
+    source.scales(weight, compact.data());
+    // A band is quantised by whoever owns bytes of it; the bytes and the scale are the same on
+    // every such rank, and 0 where a rank owns none, so the largest is the scale.
+    const int64_t stride = scales_[i].shape()[1];
+    std::vector<float> padded(block_rows * stride, 1.0f);
+    for (int64_t row = 0; row < block_rows; ++row) {
+      std::memcpy(&padded[row * stride], &compact[row * block_cols], block_cols * sizeof(float));
+    }
+    copy(scales_[i], ConstView(padded.data(), DType::kF32, scales_[i].shape(), kHost), stream);
+    gather_group_.all_reduce(scales_[i], Reduction::kMax, stream);
+    stream.synchronize();
+  }
+}
+
+void ShardedUnit::gather(Stream& communication) {
+  ROWSHARD_CHECK(!bound_ && !arrival_, LogicError, "unit ", name(), " is gathered already");
+  if (layout_.ranks() > 1) {
+    gathered_ = arena_.allocate(Category::kGathered, name(), layout_.gathered_bytes());
+    const Device device = arena_.device();
+    gather_group_.all_gather(View(gathered_.data(), DType::kU8, {layout_.gathered_bytes()}, device),
+                             ConstView(shard_.data(), DType::kU8, {layout_.shard_bytes()}, device),
+                             communication);
+  }
+  arrival_.emplace(arena_.device());
+  arrival_->record(communication);
+}
+
+void ShardedUnit::finish_gather(Stream& compute) {
+  ROWSHARD_CHECK(arrival_, LogicError, "unit ", name(), " has no gather to finish");
+  compute.wait(*arrival_);
+  arrival_.reset();
+  bind(layout_.ranks() > 1 ? gathered_.data() : shard_.data());
+}
+
+void ShardedUnit::bind(std::byte* base) {
+  base_ = base;
+  bound_ = true;
+  // Frozen bytes: what is gathered again is what was there, so a resident columnwise copy stays
+  // true.
+  for (size_t i = 0; i < matrices_.size(); ++i) {
+    if (!matrices_[i])
+      continue;
+    const WeightSpec& weight = layout_.weights()[i];
+    matrices_[i]->bind_rowwise(
+        View(base + layout_.offset(i), DType::kE4M3, weight.shape, arena_.device()), scales_[i],
+        bound_before_ ? Contents::kUnchanged : Contents::kNew);
+  }
+  bound_before_ = true;
+}
+
+void ShardedUnit::reshard() {
+  if (arrival_) {  // a gather nobody used: it must not write into memory given to others
+    arrival_->synchronize();
+    arrival_.reset();
+  }
+  for (auto& matrix : matrices_) {
+    if (matrix && bound_)
+      matrix->unbind_rowwise();
+  }
+  bound_ = false;
+  base_ = nullptr;
+  gathered_.reset();
+}
+
+Fp8Matrix& ShardedUnit::fp8(int weight) {
+  ROWSHARD_CHECK(bound_, UsageError, "weight ", layout_.weights()[weight].name, " of unit ", name(),
+                 " is sharded; acquire the unit from the usage scheduler first");
+  ROWSHARD_CHECK(matrices_[weight], LogicError, layout_.weights()[weight].name,
+                 " is not an FP8 weight");
+  return *matrices_[weight];
+}
+
+ConstView ShardedUnit::plain(int weight) const {
+  const WeightSpec& spec = layout_.weights()[weight];
+  ROWSHARD_CHECK(bound_, UsageError, "weight ", spec.name, " of unit ", name(),
+                 " is sharded; acquire the unit from the usage scheduler first");
+  ROWSHARD_CHECK(spec.storage == Storage::kPlain, LogicError, spec.name, " is an FP8 weight");
+  return ConstView(base_ + layout_.offset(weight), spec.dtype, spec.shape, arena_.device());
+}
+
+}  // namespace rowshard

@@ -1,0 +1,75 @@
+// A unit's rowwise bytes on this rank, and the unit while it is gathered.
+//
+// Ownership: the unit owns its shard and its replicated scales for its whole life; the gathered
+// buffer exists between `gather` and `reshard`. With one rank the shard is the whole unit, so
+// gathering binds it in place: no copy and no transient.
+//
+// Streams: `gather` queues the all-gather on the communication stream and returns; `finish_gather`
+// makes the compute stream wait for it and binds the weights. `reshard` may be called as soon as
+// the last work that reads the unit has been queued on the compute stream.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+
+#include "comm/communicator.h"
+#include "fp8/fp8_matrix.h"
+#include "shard/unit_layout.h"
+
+namespace rowshard {
+
+/// Where frozen bytes come from: files, or a test. Called on each rank for what it owns only.
+class UnitSource {
+ public:
+  virtual ~UnitSource() = default;
+  /// Writes bytes [begin, end) of the weight's rowwise copy (codes or plain elements, row-major
+  /// [N, K]) to host memory. For weights quantised on the fly the source must also remember the
+  /// scales of the bands it quantised for `scales`.
+  virtual void read(const WeightSpec& weight, int64_t begin, int64_t end,
+                    std::byte* destination) = 0;
+  /// Compact scales, f32 [ceil(N/128), ceil(K/128)] row-major, of a kFp8Block weight. Entries this
+  /// rank does not know are 0; the caller takes the largest over the ranks.
+  virtual void scales(const WeightSpec& weight, float* destination) = 0;
+};
+
+class ShardedUnit {
+ public:
+  /// `gather_group` is the communicator the unit is cut over; it outlives the unit.
+  ShardedUnit(UnitLayout layout, Communicator& gather_group, Arena& arena);
+
+  /// Fills this rank's shard and the scales. Collective over the gather group.
+  void load(UnitSource& source, Stream& stream);
+
+  const UnitLayout& layout() const { return layout_; }
+  const std::string& name() const { return layout_.name(); }
+
+  void gather(Stream& communication);
+  bool gathering() const { return arrival_.has_value(); }  // queued, not yet finished
+  bool gathered() const { return bound_; }
+  void finish_gather(Stream& compute);
+  /// Back to the shard: the gathered buffer goes back to the arena and every copy made from it is
+  /// dropped. No-op when not gathered.
+  void reshard();
+
+  /// The weight while gathered; UsageError otherwise.
+  Fp8Matrix& fp8(int weight);
+  ConstView plain(int weight) const;
+
+ private:
+  void bind(std::byte* base);
+
+  UnitLayout layout_;
+  Communicator& gather_group_;
+  Arena& arena_;
+  Buffer shard_;
+  Buffer gathered_;
+  std::optional<Event> arrival_;
+  bool bound_ = false;
+  bool bound_before_ = false;  // since the last load
+  std::byte* base_ = nullptr;
+  std::vector<std::unique_ptr<Fp8Matrix>> matrices_;  // null for plain weights
+  std::vector<Tensor> scales_;                        // GEMM layout, replicated
+};
+
+}  // namespace rowshard

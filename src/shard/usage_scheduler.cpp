@@ -1,0 +1,96 @@
+#include "shard/usage_scheduler.h"
+
+namespace rowshard {
+
+UsageScheduler::UsageScheduler(std::vector<ShardedUnit*> units, Stream& compute)
+    : units_(std::move(units)),
+      compute_(compute),
+      communication_(compute.device(), "gather", -1),
+      released_(compute.device()) {}
+
+void UsageScheduler::begin(const UsagePlan& plan) {
+  ROWSHARD_CHECK(!plan_, LogicError, "the scheduler is still executing a plan");
+  plan_ = &plan;
+  position_ = 0;
+  in_use_ = false;
+  released_.record(compute_);
+  const bool resident = plan.policy.reshard == ReshardMode::kResident;
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    if (resident && !units_[unit]->gathered()) {
+      gather(unit);
+      units_[unit]->finish_gather(compute_);
+    }
+    // A unit kept from another mode or an interrupted pass would not be where the plan says.
+    if (!resident && units_[unit]->gathered())
+      units_[unit]->reshard();
+  }
+}
+
+const PlanStep& UsageScheduler::expect(int unit, Pass pass, const char* call) const {
+  ROWSHARD_CHECK(plan_, LogicError, call, " of unit ", units_.at(unit)->name(),
+                 " outside begin … finish");
+  ROWSHARD_CHECK(position_ < plan_->steps.size(), LogicError, call, " of unit ",
+                 units_.at(unit)->name(), " after the last use of the plan");
+  const PlanStep& step = plan_->steps[position_];
+  ROWSHARD_CHECK(step.use.unit == unit && step.use.pass == pass, LogicError, call, " of unit ",
+                 units_.at(unit)->name(), " in ", to_string(pass), ", but use ", position_,
+                 " of the plan is unit ", units_[step.use.unit]->name(), " in ",
+                 to_string(step.use.pass));
+  return step;
+}
+
+void UsageScheduler::gather(int unit) {
+  communication_.wait(released_);
+  units_[unit]->gather(communication_);
+}
+
+ShardedUnit& UsageScheduler::acquire(int unit, Pass pass) {
+  const PlanStep& step = expect(unit, pass, "acquire");
+  ROWSHARD_CHECK(!in_use_, LogicError, "acquire of unit ", units_[unit]->name(),
+                 " before the last one was released");
+  in_use_ = true;
+  if (step.gather)
+    gather(unit);
+  if (units_[unit]->gathering()) {
+    const double begin = now_seconds();
+    units_[unit]->finish_gather(compute_);
+    exposed_seconds_ += now_seconds() - begin;
+  }
+  for (int ahead : step.prefetch)
+    gather(ahead);
+  return *units_[unit];
+}
+
+void UsageScheduler::release(int unit, Pass pass) {
+  const PlanStep& step = expect(unit, pass, "release");
+  ROWSHARD_CHECK(in_use_, LogicError, "release of unit ", units_[unit]->name(),
+                 " that was not acquired");
+  in_use_ = false;
+  if (step.release) {
+    units_[unit]->reshard();
+    released_.record(compute_);
+  }
+  ++position_;
+}
+
+void UsageScheduler::finish() {
+  ROWSHARD_CHECK(plan_ && position_ == plan_->steps.size() && !in_use_, LogicError, "finish after ",
+                 position_, " uses of a plan of ", plan_ ? plan_->steps.size() : 0);
+  plan_ = nullptr;
+}
+
+void UsageScheduler::abort() noexcept {
+  for (ShardedUnit* unit : units_) {
+    const bool resident = plan_ && plan_->policy.reshard == ReshardMode::kResident;
+    try {
+      if (!resident)
+        unit->reshard();
+    } catch (...) {  // a gather that failed is what brought us here
+    }
+  }
+  plan_ = nullptr;
+  position_ = 0;
+  in_use_ = false;
+}
+
+}  // namespace rowshard

@@ -1,0 +1,56 @@
+// Executes a usage plan: gathers units ahead on the communication stream, hands them to the model
+// when their use comes, and reshards them after their last reader has been queued.
+//
+// Protocol, on every rank in the same order:
+//   begin(plan);
+//   for each use of the plan, in its order:  acquire(unit, pass) … queue work … release(unit, pass)
+//   finish();
+// A use out of order is a LogicError before any collective is issued. After an exception in
+// between, `abort` brings every unit back to its shard.
+//
+// Streams: a gather writes memory that an earlier unit may have left, so the communication stream
+// waits for the compute stream's work up to the last release before each gather. Nothing else
+// orders the two, and the host waits for neither (on the host device, work runs when issued).
+#pragma once
+
+#include <vector>
+
+#include "shard/sharded_unit.h"
+#include "shard/usage_plan.h"
+
+namespace rowshard {
+
+class UsageScheduler {
+ public:
+  /// `units` outlive the scheduler. `compute` is the stream the model queues its work on.
+  UsageScheduler(std::vector<ShardedUnit*> units, Stream& compute);
+
+  void begin(const UsagePlan& plan);
+  ShardedUnit& acquire(int unit, Pass pass);
+  void release(int unit, Pass pass);
+  /// The plan must have been executed to its end.
+  void finish();
+  /// Drops the plan and brings every unit that is not resident back to its shard. Never throws a
+  /// second error over the first.
+  void abort() noexcept;
+
+  /// Seconds the host waited for gathers (host device), for exposed_comm_ms; cuda measures by
+  /// events.
+  double exposed_seconds() const { return exposed_seconds_; }
+  void reset_exposed() { exposed_seconds_ = 0; }
+
+ private:
+  void gather(int unit);
+  const PlanStep& expect(int unit, Pass pass, const char* call) const;
+
+  std::vector<ShardedUnit*> units_;
+  Stream& compute_;
+  Stream communication_;
+  Event released_;
+  const UsagePlan* plan_ = nullptr;
+  size_t position_ = 0;
+  bool in_use_ = false;
+  double exposed_seconds_ = 0;
+};
+
+}  // namespace rowshard

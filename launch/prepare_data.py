@@ -140,7 +140,7 @@ def summary(collected: TokenFile, limits: Limits) -> str:
     return "; ".join(parts)
 
 
-def main() -> int:
+def main(command_line: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, required=True, help="Hugging Face model directory")
     parser.add_argument("--data", type=Path, required=True, nargs="+", help="JSONL files")
@@ -166,7 +166,7 @@ def main() -> int:
         default=True,
         help="end text and prompt/completion samples with the end-of-sequence token",
     )
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(command_line)
     limits = Limits(arguments.max_length, arguments.overlong)
     options = Options(arguments.train_turns, arguments.append_eos)
     try:

@@ -66,7 +66,6 @@ def show_answers(arguments: argparse.Namespace, adapter: Path) -> None:
     tokenizer = ModelTokenizer(arguments.model)
     prompts = [p for p in arguments.prompts.read_text(encoding="utf-8").splitlines() if p.strip()]
     base = [arguments.program, "generate", "--model", str(arguments.model)]
-    base += ["--device", arguments.device]
     right = {"before": 0, "after": 0}
     print(f"\nThe same held-out questions, greedy answers\n  {'before':<{COLUMN}} | after")
     for prompt in prompts:
@@ -111,7 +110,6 @@ def main() -> int:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--run", type=Path, required=True, help="output directory of the run")
     parser.add_argument("--prompts", type=Path, required=True, help="one question a line")
-    parser.add_argument("--device", default="auto")
     parser.add_argument("--max-new-tokens", type=int, default=40)
     arguments = parser.parse_args()
     adapter = arguments.run / "adapter"

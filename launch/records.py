@@ -122,7 +122,7 @@ def given_tokens(record: dict[str, Any], vocab_size: int) -> Tokens:
     mask = integers(record.get("attention_mask", [1] * len(ids)), "attention_mask", 0, 2)
     if not len(ids) == len(labels) == len(mask):
         raise FormatError(
-            f"input_ids, labels and attention_mask have {len(ids)}, {len(labels)}, {len(mask)} items"
+            f"{len(ids)} input_ids, {len(labels)} labels, {len(mask)} attention_mask items"
         )
     kept = [i for i, real in enumerate(mask) if real]
     return Tokens([ids[i] for i in kept], [labels[i] for i in kept])

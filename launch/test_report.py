@@ -103,7 +103,8 @@ def skipped_cases(test: str, output: str) -> dict[str, str]:
         elif match := CASE_SKIPPED.match(line):
             said = [x.strip() for x in lines[started + 1 : number]]
             said = [x for x in said if x and not re.search(r":\d+: Skipped$", x)]
-            found[f"{test}: {match[1]}"] = " ".join(said).removeprefix("SKIP: ") or "no reason given"
+            reason = " ".join(said).removeprefix("SKIP: ")
+            found[f"{test}: {match[1]}"] = reason or "no reason given"
     return found
 
 

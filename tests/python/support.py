@@ -1,8 +1,11 @@
 """What the Python tests share: import paths and a tiny model directory."""
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,3 +81,14 @@ def run_tool(name: str, *arguments: Any) -> subprocess.CompletedProcess[str]:
     """A script of launch/, as a user starts it."""
     command = [sys.executable, str(ROOT / "launch" / name), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def call_tool(
+    main: Callable[[list[str]], int], *arguments: Any
+) -> subprocess.CompletedProcess[str]:
+    """The same without a new process: loading the tokenizer library takes seconds each time."""
+    out, err = io.StringIO(), io.StringIO()
+    command = [str(argument) for argument in arguments]
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main(command)
+    return subprocess.CompletedProcess(command, status, out.getvalue(), err.getvalue())

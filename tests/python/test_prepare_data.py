@@ -7,6 +7,7 @@ from pathlib import Path
 
 import support  # first: it sets the import path
 
+import prepare_data
 from chat_format import MASKED, FormatError, ModelTokenizer, Tokens
 from records import Options, record_tokens
 from safetensors import safe_open
@@ -27,7 +28,9 @@ class Folder(unittest.TestCase):
         self.addCleanup(holder.cleanup)
         self.folder = Path(holder.name)
 
-    def model(self, template: str | None = support.CHATML, adds_bos: bool = False) -> ModelTokenizer:
+    def model(
+        self, template: str | None = support.CHATML, adds_bos: bool = False
+    ) -> ModelTokenizer:
         return ModelTokenizer(support.make_model(self.folder / "model", template, adds_bos))
 
     def trained(self, tokenizer: ModelTokenizer, tokens: Tokens) -> str:
@@ -120,7 +123,16 @@ class Files(Folder):
         data = support.write_lines(self.folder / "data.jsonl", *lines)
         output = self.folder / "out" / "tokens.safetensors"
         arguments = ("--model", model, "--data", data, "--output", output, *options)
-        return support.run_tool("prepare_data.py", *arguments), output
+        return support.call_tool(prepare_data.main, *arguments), output
+
+    def test_as_a_program(self) -> None:
+        self.run_on({"text": "x"})  # makes the model
+        data = support.write_lines(self.folder / "bad.jsonl", "broken")
+        done = support.run_tool(
+            "prepare_data.py", "--model", self.folder / "model", "--data", data, "--output", "never"
+        )
+        self.assertEqual(done.returncode, 2)
+        self.assertEqual(done.stderr.count("\n"), 1, done.stderr)
 
     def test_contract(self) -> None:
         done, output = self.run_on({"messages": CHAT}, "", {"messages": CHAT[:1]}, {"text": "abc"})
@@ -196,7 +208,9 @@ class Files(Folder):
             support.write_lines(paths["--data"], {"text": "x"})
             paths[flag] = self.folder / "absent"
             pairs = [part for pair in paths.items() for part in pair]
-            done = support.run_tool("prepare_data.py", *pairs, "--output", self.folder / "o")
+            done = support.call_tool(
+                prepare_data.main, *pairs, "--output", self.folder / "o"
+            )
             self.assertEqual(done.returncode, 2)
             self.assertIn("absent", done.stderr)
 

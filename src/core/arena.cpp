@@ -60,6 +60,7 @@ struct Arena::State {
   CategoryBytes total;
   uint64_t next_id = 1;
   bool poison = false;
+  int64_t plan_address = int64_t{1} << 40;
 
   static void add(CategoryBytes& bytes, int64_t delta) {
     bytes.now += delta;
@@ -67,6 +68,10 @@ struct Arena::State {
   }
 
   std::byte* system_allocate(int64_t bytes) {
+    if (device.is_plan()) {  // an address to count with, never to touch
+      plan_address += bytes;
+      return reinterpret_cast<std::byte*>(plan_address - bytes);
+    }
 #if ROWSHARD_CUDA
     if (device.is_cuda()) {
       set_device(device);
@@ -84,6 +89,8 @@ struct Arena::State {
   }
 
   void system_free(std::byte* data) {
+    if (device.is_plan())
+      return;
 #if ROWSHARD_CUDA
     if (device.is_cuda()) {
       cudaFree(data);
@@ -179,7 +186,7 @@ Buffer Arena::allocate(Category category, std::string_view name, int64_t bytes) 
   buffer.arena_ = state_;
   buffer.data_ = data;
   buffer.bytes_ = bytes;
-  if (state_->poison) {
+  if (state_->poison && !state_->device.is_plan()) {
 #if ROWSHARD_CUDA
     if (state_->device.is_cuda()) {
       CUDA_CHECK(cudaMemset(data, 0xff, rounded));

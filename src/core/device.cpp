@@ -11,11 +11,19 @@
 namespace rowshard {
 
 const char* to_string(DeviceKind kind) {
-  return kind == DeviceKind::kHost ? "host" : "cuda";
+  switch (kind) {
+    case DeviceKind::kHost:
+      return "host";
+    case DeviceKind::kCuda:
+      return "cuda";
+    case DeviceKind::kPlan:
+      return "plan";
+  }
+  return "?";
 }
 
 std::string to_string(Device device) {
-  return device.is_host() ? "host" : message("cuda:", device.index);
+  return device.is_cuda() ? message("cuda:", device.index) : std::string(to_string(device.kind));
 }
 
 std::ostream& operator<<(std::ostream& out, Device device) {
@@ -28,7 +36,8 @@ double now_seconds() {
 }
 
 void require_host(Device device) {
-  ROWSHARD_CHECK(device.is_host(), DeviceError, "device ", device, ": ", cuda_unavailable_reason());
+  ROWSHARD_CHECK(!device.is_cuda(), DeviceError, "device ", device, ": ",
+                 cuda_unavailable_reason());
 }
 
 #if ROWSHARD_CUDA
@@ -56,7 +65,7 @@ std::string cuda_unavailable_reason() {
 }
 
 void set_device(Device device) {
-  if (device.is_host())
+  if (!device.is_cuda())
     return;
   const int count = cuda_device_count();
   ROWSHARD_CHECK(device.index < count, DeviceError, "device ", device, " of ", count, " visible: ",
@@ -65,7 +74,7 @@ void set_device(Device device) {
 }
 
 int compute_capability(Device device) {
-  if (device.is_host())
+  if (!device.is_cuda())
     return 0;
   int major = 0;
   int minor = 0;
@@ -75,7 +84,7 @@ int compute_capability(Device device) {
 }
 
 int multiprocessor_count(Device device) {
-  if (device.is_host())
+  if (!device.is_cuda())
     return 0;
   int count = 0;
   CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device.index));
@@ -83,8 +92,8 @@ int multiprocessor_count(Device device) {
 }
 
 std::string device_name(Device device) {
-  if (device.is_host())
-    return "host";
+  if (!device.is_cuda())
+    return to_string(device.kind);
   cudaDeviceProp properties;
   CUDA_CHECK(cudaGetDeviceProperties(&properties, device.index));
   return properties.name;

@@ -17,7 +17,9 @@
 
 namespace rowshard {
 
-enum class DeviceKind { kHost, kCuda };
+/// kPlan has no memory: allocations are counted and operations check their operands and do nothing.
+/// Running a step on it is how `rowshard plan` knows every byte without a model in memory.
+enum class DeviceKind { kHost, kCuda, kPlan };
 const char* to_string(DeviceKind kind);
 
 struct Device {
@@ -26,6 +28,7 @@ struct Device {
 
   bool is_cuda() const { return kind == DeviceKind::kCuda; }
   bool is_host() const { return kind == DeviceKind::kHost; }
+  bool is_plan() const { return kind == DeviceKind::kPlan; }
   auto operator<=>(const Device&) const = default;
 };
 inline constexpr Device kHost{};
@@ -117,9 +120,12 @@ void require_host(Device device);
 
 }  // namespace rowshard
 
-// Calls `cuda::f(...)` or `host::f(...)` by the device; both live in the caller's namespace.
+// Calls `cuda::f(...)` or `host::f(...)` by the device, nothing on the plan device; f returns void
+// and both live in the caller's namespace.
 #if ROWSHARD_CUDA
-#define ROWSHARD_DISPATCH(device, call) ((device).is_cuda() ? cuda::call : host::call)
+#define ROWSHARD_DISPATCH(device, call) \
+  ((device).is_plan() ? void() : (device).is_cuda() ? cuda::call : host::call)
 #else
-#define ROWSHARD_DISPATCH(device, call) (::rowshard::require_host(device), host::call)
+#define ROWSHARD_DISPATCH(device, call) \
+  ((device).is_plan() ? void() : (::rowshard::require_host(device), host::call))
 #endif

@@ -89,7 +89,7 @@ ConstView ConstView::reshape(Shape shape_) const {
 void copy(const View& destination, const ConstView& source, Stream& stream) {
   ROWSHARD_CHECK(destination.dtype == source.dtype && destination.elements() == source.elements(),
                  ShapeError, "copy from ", describe(source), " to ", describe(destination));
-  if (source.bytes() == 0)
+  if (source.bytes() == 0 || destination.device.is_plan() || source.device.is_plan())
     return;
 #if ROWSHARD_CUDA
   if (destination.device.is_cuda() || source.device.is_cuda()) {
@@ -103,7 +103,7 @@ void copy(const View& destination, const ConstView& source, Stream& stream) {
 }
 
 void fill_bytes(const View& destination, uint8_t value, Stream& stream) {
-  if (destination.bytes() == 0)
+  if (destination.bytes() == 0 || destination.device.is_plan())
     return;
 #if ROWSHARD_CUDA
   if (destination.device.is_cuda()) {

@@ -161,10 +161,10 @@ void check(const LoraOptions& options) {
                  "--target-modules names a module twice");
 }
 
-void check(const FinetuneOptions& options) {
-  check_given("--model", options.model, kModelIs);
-  check_given("--data", options.data, kDataIs);
-  check_given("--output-dir", options.output_dir, "the directory the run writes to");
+namespace {
+
+// All but the paths.
+void check_numbers(const FinetuneOptions& options) {
   check(options.lora);
   check(options.execution);
   check_at_least<int64_t>("--micro-batch-size", options.micro_batch_size, 1);
@@ -189,6 +189,20 @@ void check(const FinetuneOptions& options) {
   check_at_least<int64_t>("--save-every", options.save_every, 0);
   check_at_least<int64_t>("--keep", options.keep, 1);
   check_given("--resume", options.resume, "auto, none, or a checkpoint directory");
+}
+
+}  // namespace
+
+void check(const FinetuneOptions& options) {
+  check_given("--model", options.model, kModelIs);
+  check_given("--data", options.data, kDataIs);
+  check_given("--output-dir", options.output_dir, "the directory the run writes to");
+  check_numbers(options);
+}
+
+void check(const PlanOptions& options) {
+  check_given("--model", options.finetune.model, kModelIs);
+  check_numbers(options.finetune);
 }
 
 void check(const EvaluateOptions& options) {

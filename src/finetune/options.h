@@ -80,7 +80,7 @@ struct LoraOptions {
   std::vector<std::string> target_modules{"all-linear"};
 };
 
-/// `rowshard finetune`, and `rowshard plan`, which answers for the same options without running.
+/// `rowshard finetune`
 struct FinetuneOptions {
   std::string model;       // Hugging Face directory
   std::string data;        // token file of launch/prepare_data.py
@@ -116,6 +116,12 @@ struct FinetuneOptions {
   bool dry_run = false;  // load and check everything, run no step, write nothing
 };
 
+/// `rowshard plan`: what the same options would do; data and output_dir are not needed.
+struct PlanOptions {
+  FinetuneOptions finetune;
+  bool json = false;  // one JSON object instead of tables
+};
+
 /// `rowshard evaluate`
 struct EvaluateOptions {
   std::string model;
@@ -144,6 +150,7 @@ struct GenerateOptions {
 void check(const ExecutionOptions& options);
 void check(const LoraOptions& options);
 void check(const FinetuneOptions& options);
+void check(const PlanOptions& options);
 void check(const EvaluateOptions& options);
 void check(const GenerateOptions& options);
 

@@ -12,15 +12,13 @@ struct ClipResult {
   float norm;
 };
 
-ROWSHARD_HD inline ClipResult clip_factor(float squares, float tokens, float clip_norm) {
-  if (tokens == 0)
-    return {0, 0};
-  const float norm = sqrtf(squares) / tokens;
+ROWSHARD_HD inline ClipResult clip_factor(double squares, float clip_norm) {
+  const float norm = static_cast<float>(sqrt(squares));
   // norm - norm is 0 for a finite norm and NaN for an infinite one or a NaN.
   if (norm - norm != 0)
     return {norm - norm, norm};
   const float clip = clip_norm > 0 ? clip_norm / (norm + 1e-6f) : 1.0f;
-  return {(clip < 1 ? clip : 1.0f) / tokens, norm};
+  return {clip < 1 ? clip : 1.0f, norm};
 }
 
 }  // namespace rowshard

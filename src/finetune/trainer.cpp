@@ -3,12 +3,9 @@
 #include <algorithm>
 #include <cmath>
 
-#include "finetune/adamw.h"
 #include "finetune/generate.h"
-#include "finetune/gradient_clip.h"
 #include "finetune/options_text.h"
 #include "finetune/run_checkpoint.h"
-#include "layers/elementwise.h"
 
 namespace rowshard {
 
@@ -37,68 +34,20 @@ AdapterConfig adapter_config(const FinetuneOptions& options) {
 
 }  // namespace
 
-Trainer::Trainer(Job& job, const FinetuneOptions& options, const TokenFile& data,
-                 Reporter& reporter)
+Trainer::Trainer(Job& job, const FinetuneOptions& options, const TokenFile& data)
     : job_(job),
       options_(options),
-      reporter_(reporter),
       batches_(data, batch_options(options, job, resolve_seq_len(options.seq_len, job.config())),
                job.config().max_position_embeddings),
       max_steps_(options.max_steps > 0 ? options.max_steps
                                        : batches_.steps_for_epochs(options.epochs)),
       schedule_(options.lr_schedule, options.lr, options.warmup_steps, max_steps_) {
   Context& ctx = job.context();
-  Arena& arena = job.arena();
   adapters_ = std::make_unique<AdapterSet>(job.config(), adapter_config(options), job.data_size(),
                                            job.model().options().activations, options.seed, ctx);
-  const int64_t part = adapters_->count() / job.data_size();
-  m_ = arena.tensor(Category::kOptimizer, "adamw.m", DType::kF32, {part});
-  v_ = arena.tensor(Category::kOptimizer, "adamw.v", DType::kF32, {part});
-  gradient_part_ = arena.tensor(Category::kAdapter, "adapter.gradient_part", DType::kF32, {part});
-  fill_bytes(m_, 0, ctx.stream);
-  fill_bytes(v_, 0, ctx.stream);
-  loss_sum_ = arena.tensor(Category::kWorkspace, "loss_sum", DType::kF64, {1});
-  squares_ = arena.tensor(Category::kWorkspace, "grad_squares", DType::kF64, {1});
-  tokens_ = arena.tensor(Category::kWorkspace, "clip.tokens", DType::kF32, {1});
-  clip_ = arena.tensor(Category::kWorkspace, "clip.result", DType::kF32, {2});
-  // The loss is scaled by 1 / tokens where it is computed, so the clip divides by one.
-  const float one = 1;
-  copy(tokens_, ConstView(&one, DType::kF32, {1}, kHost), ctx.stream);
-  ctx.stream.synchronize();
-}
-
-View Trainer::part(const View& flat) const {
-  const int64_t size = flat.elements() / job_.data_size();
-  return flat.slice_rows(job_.data_rank() * size, size);
-}
-
-double Trainer::update() {
-  Context& ctx = job_.context();
-  Communicator& group = job_.reduce_group();
-  group.reduce_scatter(gradient_part_, adapters_->gradients(), Reduction::kSum, ctx.stream);
-  sum_of_squares(squares_, gradient_part_, false, ctx);
-  group.all_reduce(squares_, Reduction::kSum, ctx.stream);
-  gradient_scale(clip_, squares_, tokens_, options_.clip_norm, ctx);
-
-  AdamW hyper;
-  hyper.lr = schedule_.lr(step_ + 1);
-  hyper.weight_decay = options_.weight_decay;
-  AdamWVectors vectors;
-  vectors.parameters = part(adapters_->parameters());
-  vectors.gradients = gradient_part_;
-  vectors.m = m_;
-  vectors.v = v_;
-  vectors.gradient_scale = clip_.view().slice_rows(0, 1);
-  adamw(vectors, hyper, step_ + 1, ctx.stream);
-  group.all_gather(adapters_->parameters(), vectors.parameters, ctx.stream);
-  adapters_->refresh_compute(ctx.stream);
-
-  float norm = 0;
-  copy(View(&norm, DType::kF32, {1}, kHost), clip_.view().slice_rows(1, 1), ctx.stream);
-  ctx.stream.synchronize();
-  ROWSHARD_CHECK(std::isfinite(norm), Error, "step ", step_ + 1, ": the gradient norm is ", norm,
-                 "; nothing was updated. Lower --lr, or look for samples that break the loss");
-  return norm;
+  optimizer_ = std::make_unique<AdapterOptimizer>(*adapters_, job.reduce_group(),
+                                                  options.weight_decay, options.clip_norm, ctx);
+  loss_sum_ = job.arena().tensor(Category::kOptimizer, "loss_sum", DType::kF64, {1});
 }
 
 StepMetrics Trainer::train_step() {
@@ -122,8 +71,12 @@ StepMetrics Trainer::train_step() {
     job_.model().train(batch, *adapters_, valid > 0 ? 1.0 / valid : 0.0, loss_sum_, dropout);
   }
   StepMetrics metrics;
-  metrics.grad_norm = update();
   metrics.lr = schedule_.lr(step_ + 1);
+  optimizer_->update(metrics.lr, step_ + 1);
+  metrics.grad_norm = optimizer_->gradient_norm();
+  ROWSHARD_CHECK(std::isfinite(metrics.grad_norm), Error, "step ", step_ + 1,
+                 ": the gradient norm is ", metrics.grad_norm,
+                 "; nothing was updated. Lower --lr, or look for samples that break the loss");
   metrics.loss = job_.reduce_sum(loss_sum_) / static_cast<double>(std::max<int64_t>(1, valid));
   metrics.step = ++step_;
   position_ = batches_.advance(position_);
@@ -185,7 +138,7 @@ void run_finetune(World& world, const FinetuneOptions& options, Reporter& report
   if (!options.eval_data.empty()) {
     eval_data = TokenFile::open(options.eval_data, job.config().vocab_size);
   }
-  Trainer trainer(job, options, data, reporter);
+  Trainer trainer(job, options, data);
   std::optional<EvalBatches> eval;
   if (eval_data) {
     eval.emplace(*eval_data, trainer.batches().options(), job.config().max_position_embeddings);

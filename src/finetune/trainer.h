@@ -1,14 +1,11 @@
 // The training loop: micro-batches, one reduction of adapter gradients, clip, AdamW, evaluation,
 // checkpoints.
 //
-// The adapters are replicated; their optimiser state is cut over the data-parallel ranks. A step
-// reduce-scatters the flat gradient, updates each rank's part of the parameters and gathers the
-// parts, so a rank holds 1/ranks of the moments.
-//
 // The loss is Σ over tokens of all ranks and micro-batches, divided by the number of trained tokens
 // of the global batch: the same number at any split of the same batch.
 #pragma once
 
+#include "finetune/adapter_optimizer.h"
 #include "finetune/batches.h"
 #include "finetune/job.h"
 #include "finetune/schedule.h"
@@ -18,7 +15,7 @@ namespace rowshard {
 
 class Trainer {
  public:
-  Trainer(Job& job, const FinetuneOptions& options, const TokenFile& data, Reporter& reporter);
+  Trainer(Job& job, const FinetuneOptions& options, const TokenFile& data);
 
   int64_t max_steps() const { return max_steps_; }
   int64_t step() const { return step_; }  // steps done
@@ -39,22 +36,16 @@ class Trainer {
   void save_adapter(const std::filesystem::path& directory);
 
  private:
-  View part(const View& flat) const;  // this rank's slice
-  double update();  // reduce, clip, AdamW, gather; returns the global gradient norm
-
   Job& job_;
   FinetuneOptions options_;
-  Reporter& reporter_;
   Batches batches_;
   int64_t max_steps_;
   Schedule schedule_;
   std::unique_ptr<AdapterSet> adapters_;
+  std::unique_ptr<AdapterOptimizer> optimizer_;
   DataPosition position_;
   int64_t step_ = 0;
-  Tensor m_, v_;               // [count / ranks] f32
-  Tensor gradient_part_;       // [count / ranks] f32, the reduced slice
-  Tensor loss_sum_, squares_;  // [1] f64
-  Tensor tokens_, clip_;       // [1], [2] f32: read and written by gradient_scale
+  Tensor loss_sum_;  // [1] f64
 };
 
 /// `rowshard finetune`: the whole job. Writes metrics.jsonl, adapter/ and checkpoints under

@@ -19,9 +19,9 @@ void Trainer::save(const std::filesystem::path& directory) {
     values.resize(adapters_->trainable());  // padding is not saved
   };
   download(adapters_->parameters(), state.parameters);
-  job_.reduce_group().all_gather(whole, m_, ctx.stream);
+  job_.reduce_group().all_gather(whole, optimizer_->m(), ctx.stream);
   download(whole, state.m);
-  job_.reduce_group().all_gather(whole, v_, ctx.stream);
+  job_.reduce_group().all_gather(whole, optimizer_->v(), ctx.stream);
   download(whole, state.v);
   state.step = step_;
   state.position = position_;
@@ -43,13 +43,12 @@ void Trainer::resume(const std::filesystem::path& directory) {
   const auto upload = [&](std::vector<float>& values, const View& target, bool cut) {
     values.resize(count, 0.0f);
     const ConstView whole(values.data(), DType::kF32, {count}, kHost);
-    const int64_t size = target.elements();
-    copy(target, cut ? whole.slice_rows(job_.data_rank() * size, size) : whole, ctx.stream);
+    copy(target, cut ? optimizer_->part(whole) : whole, ctx.stream);
     ctx.stream.synchronize();
   };
   upload(state.parameters, adapters_->parameters(), false);
-  upload(state.m, m_, true);
-  upload(state.v, v_, true);
+  upload(state.m, optimizer_->m(), true);
+  upload(state.v, optimizer_->v(), true);
   adapters_->refresh_compute(ctx.stream);
   step_ = state.step;
   position_ = state.position;

@@ -1,0 +1,61 @@
+#include "finetune/adapter_optimizer.h"
+
+#include "finetune/gradient_clip.h"
+#include "layers/elementwise.h"
+
+namespace rowshard {
+
+AdapterOptimizer::AdapterOptimizer(AdapterSet& adapters, Communicator& group, double weight_decay,
+                                   double clip_norm, Context& ctx)
+    : adapters_(adapters), group_(group), ctx_(ctx), clip_norm_(clip_norm) {
+  hyper_.weight_decay = weight_decay;
+  const int64_t part = adapters.count() / group.size();
+  const auto vector = [&](Category category, const char* name) {
+    Tensor tensor = ctx.arena.tensor(category, name, DType::kF32, {part});
+    fill_bytes(tensor, 0, ctx.stream);
+    return tensor;
+  };
+  m_ = vector(Category::kOptimizer, "adamw.m");
+  v_ = vector(Category::kOptimizer, "adamw.v");
+  gradient_part_ = vector(Category::kAdapter, "adapter.gradient_part");
+  squares_ = ctx.arena.tensor(Category::kOptimizer, "gradient.squares", DType::kF64, {1});
+  clip_ = ctx.arena.tensor(Category::kOptimizer, "gradient.clip", DType::kF32, {2});
+}
+
+View AdapterOptimizer::part(const View& flat) const {
+  const int64_t size = flat.elements() / group_.size();
+  return flat.slice_rows(group_.rank() * size, size);
+}
+
+ConstView AdapterOptimizer::part(const ConstView& flat) const {
+  const int64_t size = flat.elements() / group_.size();
+  return flat.slice_rows(group_.rank() * size, size);
+}
+
+void AdapterOptimizer::update(double lr, int64_t step) {
+  Stream& stream = ctx_.stream;
+  group_.reduce_scatter(gradient_part_, adapters_.gradients(), Reduction::kSum, stream);
+  sum_of_squares(squares_, gradient_part_, false, ctx_);
+  group_.all_reduce(squares_, Reduction::kSum, stream);
+  gradient_scale(clip_, squares_, clip_norm_, stream);
+
+  hyper_.lr = lr;
+  AdamWVectors vectors;
+  vectors.parameters = part(adapters_.parameters());
+  vectors.gradients = gradient_part_;
+  vectors.m = m_;
+  vectors.v = v_;
+  vectors.gradient_scale = clip_.view().slice_rows(0, 1);
+  adamw(vectors, hyper_, step, stream);
+  group_.all_gather(adapters_.parameters(), vectors.parameters, stream);
+  adapters_.refresh_compute(stream);
+}
+
+double AdapterOptimizer::gradient_norm() const {
+  float norm = 0;
+  copy(View(&norm, DType::kF32, {1}, kHost), clip_.view().slice_rows(1, 1), ctx_.stream);
+  ctx_.stream.synchronize();
+  return norm;
+}
+
+}  // namespace rowshard

@@ -1,0 +1,45 @@
+// One optimiser step of the adapters over the data-parallel ranks.
+//
+// Parameters are replicated, the moments are cut: a step reduce-scatters the flat gradient, clips
+// by the norm over all parts, updates this rank's part of the parameters and gathers the parts. A
+// rank holds 1/ranks of the moments and of the reduced gradient. Nothing makes the host wait.
+#pragma once
+
+#include "comm/communicator.h"
+#include "finetune/adamw.h"
+#include "model/adapter_set.h"
+
+namespace rowshard {
+
+class AdapterOptimizer {
+ public:
+  /// `adapters` and `group` (the ranks that see different data) outlive this.
+  AdapterOptimizer(AdapterSet& adapters, Communicator& group, double weight_decay, double clip_norm,
+                   Context& ctx);
+
+  /// Step `step` (from 1) with the gradients in the adapters, which it leaves summed nowhere: zero
+  /// them before the next. A gradient that is not finite changes nothing.
+  void update(double lr, int64_t step);
+  /// Global norm of the last step's gradient before clipping; waits for the stream.
+  double gradient_norm() const;
+
+  /// [count / ranks] f32; for checkpoints.
+  const View& m() const { return m_.view(); }
+  const View& v() const { return v_.view(); }
+  /// This rank's slice of a vector of adapters().count() elements.
+  View part(const View& flat) const;
+  ConstView part(const ConstView& flat) const;
+
+ private:
+  AdapterSet& adapters_;
+  Communicator& group_;
+  Context& ctx_;
+  AdamW hyper_;
+  double clip_norm_;
+  Tensor m_, v_;
+  Tensor gradient_part_;  // [count / ranks] f32, reduced
+  Tensor squares_;        // [1] f64
+  Tensor clip_;           // [2] f32: the factor, the norm
+};
+
+}  // namespace rowshard

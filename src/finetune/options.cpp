@@ -4,6 +4,7 @@
 #include <array>
 #include <charconv>
 #include <cmath>
+#include <limits>
 #include <set>
 #include <utility>
 
@@ -26,6 +27,8 @@ constexpr Names<Recompute, 2> kRecomputes{
 constexpr Names<ColumnwisePolicy, 3> kPolicies{{{ColumnwisePolicy::kRelease, "release"},
                                                 {ColumnwisePolicy::kResident, "resident"},
                                                 {ColumnwisePolicy::kDirect, "direct"}}};
+constexpr Names<CudaTransport, 2> kTransports{
+    {{CudaTransport::kNccl, "nccl"}, {CudaTransport::kStaged, "staged"}}};
 constexpr Names<DeviceChoice, 3> kDevices{
     {{DeviceChoice::kAuto, "auto"}, {DeviceChoice::kCuda, "cuda"}, {DeviceChoice::kHost, "host"}}};
 
@@ -92,6 +95,9 @@ Recompute parse_recompute(const std::string& text) {
 }
 ColumnwisePolicy parse_columnwise_policy(const std::string& text) {
   return parse(kPolicies, "--columnwise", text);
+}
+CudaTransport parse_transport(const std::string& text) {
+  return parse(kTransports, "--transport", text);
 }
 DeviceChoice parse_device_choice(const std::string& text) {
   return parse(kDevices, "--device", text);
@@ -218,8 +224,11 @@ void check(const GenerateOptions& options) {
   check(options.execution);
   ROWSHARD_CHECK(options.prompt.empty() != options.prompt_ids.empty(), ConfigError,
                  "give exactly one of --prompt TEXT and --prompt-ids 1,2,3");
+  ROWSHARD_CHECK(!options.chat || !options.prompt.empty(), ConfigError,
+                 "--chat needs --prompt TEXT");
   for (int64_t id : options.prompt_ids) {
-    ROWSHARD_CHECK(id >= 0, ConfigError, "--prompt-ids: ", id, " is no token");
+    ROWSHARD_CHECK(id >= 0 && id <= std::numeric_limits<int32_t>::max(), ConfigError,
+                   "--prompt-ids: ", id, " is no token");
   }
   check_at_least<int64_t>("--max-new-tokens", options.max_new_tokens, 1);
 }

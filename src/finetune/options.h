@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "comm/world.h"
 #include "layers/linear.h"
 
 namespace rowshard {
@@ -58,6 +59,7 @@ std::string to_string(const ReshardAfterForward& value);  // "true", "false", "8
 ReshardAfterForward parse_reshard_after_forward(const std::string& text);
 
 ColumnwisePolicy parse_columnwise_policy(const std::string& text);
+CudaTransport parse_transport(const std::string& text);  // "nccl", "staged"
 
 /// How the model is laid over the ranks and run. ranks = dp_replicate x dp_shard x tp.
 struct ExecutionOptions {
@@ -70,6 +72,7 @@ struct ExecutionOptions {
   ColumnwisePolicy columnwise = ColumnwisePolicy::kRelease;
   int prefetch = 1;  // units gathered ahead, 0 … 8
   DeviceChoice device = DeviceChoice::kAuto;
+  CudaTransport transport = CudaTransport::kNccl;  // how cuda buffers travel between ranks
 };
 
 struct LoraOptions {
@@ -138,7 +141,8 @@ struct EvaluateOptions {
 struct GenerateOptions {
   std::string model;
   std::string adapter;              // PEFT directory; empty: the base alone
-  std::string prompt;               // text; needs the model's tokenizer files
+  std::string prompt;               // text; the caller makes ids of it
+  bool chat = false;                // prompt is a user's turn, for the model's chat template
   std::vector<int64_t> prompt_ids;  // used when prompt is empty
   ExecutionOptions execution;
   int64_t max_new_tokens = 64;

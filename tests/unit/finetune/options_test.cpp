@@ -45,6 +45,8 @@ TEST(Options, TextAndValueAreInverse) {
   for (const char* text : {"auto", "cuda", "host"}) {
     EXPECT_STREQ(to_string(parse_device_choice(text)), text);
   }
+  EXPECT_EQ(parse_transport("nccl"), CudaTransport::kNccl);
+  EXPECT_EQ(parse_transport("staged"), CudaTransport::kStaged);
   EXPECT_EQ(parse_columnwise_policy("release"), ColumnwisePolicy::kRelease);
   EXPECT_EQ(parse_columnwise_policy("resident"), ColumnwisePolicy::kResident);
   EXPECT_EQ(parse_columnwise_policy("direct"), ColumnwisePolicy::kDirect);
@@ -154,6 +156,8 @@ TEST(Options, GenerateTakesOnePrompt) {
   options.prompt = "Hello";
   EXPECT_THROW(check(options), ConfigError);
   options.prompt_ids = {};
+  EXPECT_NO_THROW(check(options));
+  options.chat = true;
   EXPECT_NO_THROW(check(options));
   options.max_new_tokens = 0;
   EXPECT_THROW(check(options), ConfigError);

@@ -29,35 +29,37 @@ ROWSHARD_HD constexpr float fp8_max(Fp8Format format) {
 
 namespace detail {
 
-// Shared by both formats. Everything but one addition is integer work without branches, so that a
-// loop over it becomes vector code.
-template <int kExponentBias, int kMantissaBits, uint32_t kLargestBits>
+ROWSHARD_HD constexpr int32_t select(bool condition, int32_t yes, int32_t no) {
+  const int32_t mask = -static_cast<int32_t>(condition);
+  return (yes & mask) | (no & ~mask);
+}
+
+// Shared by both formats. Signed integers and no branches, so that compilers turn a loop over it
+// into vector code.
+template <int kExponentBias, int kMantissaBits, int32_t kLargestBits>
 ROWSHARD_HD inline uint8_t encode_fp8(float value) {
   constexpr int kShift = 23 - kMantissaBits;
-  constexpr uint32_t kSmallestNormal = static_cast<uint32_t>(128 - kExponentBias) << 23;
+  constexpr int32_t kSmallestNormal = (128 - kExponentBias) << 23;
   // Adding 2^e whose last mantissa bit is the format's subnormal step makes the FPU round for us.
-  constexpr uint32_t kRounder = static_cast<uint32_t>(128 - kExponentBias + kShift) << 23;
-  const uint32_t bits = std::bit_cast<uint32_t>(value);
-  const uint32_t magnitude = bits & 0x7fffffffu;
-  const uint32_t finite = magnitude < kLargestBits ? magnitude : kLargestBits;
-  const uint32_t normal =
-      ((finite + (1u << (kShift - 1)) - 1 + ((finite >> kShift) & 1u)) >> kShift) -
-      (static_cast<uint32_t>(127 - kExponentBias) << kMantissaBits);
+  constexpr int32_t kRounder = (128 - kExponentBias + kShift) << 23;
+  const int32_t bits = std::bit_cast<int32_t>(value);
+  const int32_t magnitude = bits & 0x7fffffff;
+  const int32_t finite = magnitude < kLargestBits ? magnitude : kLargestBits;
+  const int32_t normal = ((finite + (1 << (kShift - 1)) - 1 + ((finite >> kShift) & 1)) >> kShift) -
+                         ((127 - kExponentBias) << kMantissaBits);
   const float shifted = std::bit_cast<float>(finite) + std::bit_cast<float>(kRounder);
-  const uint32_t subnormal = std::bit_cast<uint32_t>(shifted) - kRounder;
-  uint32_t code = finite < kSmallestNormal ? subnormal : normal;
-  code |= (bits >> 24) & 0x80u;
-  code = magnitude > 0x7f800000u ? 0x7fu : code;
-  return static_cast<uint8_t>(code);
+  const int32_t subnormal = std::bit_cast<int32_t>(shifted) - kRounder;
+  const int32_t code = select(finite < kSmallestNormal, subnormal, normal) | ((bits >> 24) & 0x80);
+  return static_cast<uint8_t>(select(magnitude > 0x7f800000, 0x7f, code));
 }
 
 }  // namespace detail
 
 ROWSHARD_HD inline uint8_t encode_e4m3(float value) {
-  return detail::encode_fp8<7, 3, 0x43e00000u>(value);  // 448
+  return detail::encode_fp8<7, 3, 0x43e00000>(value);  // 448
 }
 ROWSHARD_HD inline uint8_t encode_e5m2(float value) {
-  return detail::encode_fp8<15, 2, 0x47600000u>(value);  // 57344
+  return detail::encode_fp8<15, 2, 0x47600000>(value);  // 57344
 }
 template <Fp8Format kFormat>
 ROWSHARD_HD inline uint8_t encode(float value) {
@@ -151,8 +153,8 @@ ROWSHARD_HD inline uint8_t mx_scale_code(float amax, float fp8_largest) {
 }
 /// The multiplier that belongs to an e8m0 code: 2^(127 - code).
 ROWSHARD_HD inline float mx_multiplier(uint8_t code) {
-  return code == 254 ? std::bit_cast<float>(0x00400000u)
-                     : std::bit_cast<float>((254u - code) << 23);
+  const uint32_t bits = code == 254 ? 0x00400000u : code == 255 ? 0x7fc00000u : (254u - code) << 23;
+  return std::bit_cast<float>(bits);
 }
 
 ROWSHARD_HD constexpr float largest_finite(DType dtype) {

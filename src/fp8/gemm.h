@@ -8,8 +8,8 @@
 // Each block product is scaled by both scales and summed in f32. The sum plus bias is rounded to
 // y's dtype; beta · y is added after that.
 //
-// host: operands are widened to f32 scratch and multiplied by one OpenBLAS call over all of K,
-// whatever M is, so a row's result does not depend on the other rows as far as OpenBLAS allows.
+// host: operands are widened to f32 scratch and multiplied by OpenBLAS over all of K in one way for
+// every M, so that with one OpenBLAS thread a row's result does not depend on the rows beside it.
 //
 // cuda, sm_90: cuBLASLt's block-scaled product for 1×128·128×128, 128×128·1×128 and 1×128·1×128,
 // without fast accumulation. It needs K % 16 = 0 and N % 8 = 0; any M works (what is not a

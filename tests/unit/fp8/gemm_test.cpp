@@ -1,0 +1,255 @@
+#include "fp8/gemm.h"
+
+#include <gtest/gtest.h>
+
+#include "core/error.h"
+#include "fp8_test_data.h"
+
+namespace rowshard {
+namespace {
+
+using testing::Bench;
+using testing::Fp8Bytes;
+using testing::Fp8Tensor;
+
+struct Operand {
+  Fp8Bytes bytes;  // on the host, for the oracle
+  std::vector<float> values;
+  Grouping grouping;
+  Fp8Format format;
+  int64_t outer, inner;
+
+  Operand(int64_t outer_, int64_t inner_, Grouping grouping_, uint64_t seed, double magnitude = 1,
+          Fp8Format format_ = Fp8Format::kE4M3)
+      : grouping(grouping_), format(format_), outer(outer_), inner(inner_) {
+    QuantizeOptions options;
+    options.format = format;
+    bytes = testing::quantize_by_the_book(testing::many_scales(outer, inner, seed, magnitude),
+                                          outer, inner, grouping, DType::kF32, options);
+    values.resize(outer * inner);
+    Stream stream(kHost);
+    dequantize(View(values.data(), DType::kF32, {outer, inner}, kHost), view(), stream);
+  }
+  ConstFp8View view() const {
+    return {ConstView(bytes.codes.data(), dtype_of(format), {outer, inner}, kHost),
+            ConstView(bytes.scales.data(), scale_dtype(grouping),
+                      gemm_scale_shape(grouping, outer, inner), kHost),
+            grouping};
+  }
+  /// The same on the device under test.
+  Fp8Tensor upload(Bench& bench) const {
+    Fp8Tensor tensor(bench, grouping, outer, inner, format);
+    copy(tensor.codes, view().codes, bench.stream);
+    copy(tensor.scales, view().scales, bench.stream);
+    bench.stream.synchronize();
+    return tensor;
+  }
+};
+
+double value_of(DType dtype, const uint8_t* data, int64_t i) {
+  switch (dtype) {
+    case DType::kF32:
+      return reinterpret_cast<const float*>(data)[i];
+    case DType::kBF16:
+      return static_cast<float>(reinterpret_cast<const bf16*>(data)[i]);
+    default:
+      return static_cast<float>(reinterpret_cast<const f16*>(data)[i]);
+  }
+}
+
+// Runs the product on the device under test and compares with the oracle. The bound per element:
+// both sum K terms in f32, in different orders (tensor cores keep at least 13 bits below the
+// largest term of a block), then round once to y's dtype.
+void expect_oracle(const Operand& x, const Operand& w, DType dtype, bool with_bias, float beta) {
+  Bench bench;
+  const int64_t m = x.outer, n = w.outer, k = x.inner;
+  std::vector<float> bias_values = testing::many_scales(1, n, 11);
+  std::vector<float> start = testing::many_scales(m, n, 12);
+  Tensor y = upload_as(bench, start, dtype, {m, n});
+  const DType bias_dtype = dtype == DType::kF16 ? DType::kF16 : DType::kBF16;
+  Tensor bias = upload_as(bench, bias_values, bias_dtype, {n});
+  std::vector<uint8_t> wanted = bench.download<uint8_t>(y);
+  const std::vector<uint8_t> host_bias = bench.download<uint8_t>(bias);
+
+  GemmOptions options;
+  options.beta = beta;
+  GemmOptions host_options = options;
+  if (with_bias) {
+    options.bias = bias;
+    host_options.bias = ConstView(host_bias.data(), bias_dtype, {n}, kHost);
+  }
+  Fp8Tensor x8 = x.upload(bench), w8 = w.upload(bench);
+  fp8_gemm(y, x8.view(), w8.view(), options, bench.ctx);
+  const std::vector<uint8_t> got = bench.download<uint8_t>(y);
+  fp8_gemm_oracle(View(wanted.data(), dtype, {m, n}, kHost), x.view(), w.view(), host_options);
+
+  const bool tensor_cores = bench.ctx.device().is_cuda();
+  const double sum_error = static_cast<double>(k + 8) * 0x1p-24 + (tensor_cores ? 0x1p-13 : 0);
+  // Two roundings of nearly equal sums: one unit in the last place.
+  const double store_error = dtype == DType::kF32    ? 0x1p-22
+                             : dtype == DType::kBF16 ? 0x1p-7
+                                                     : 0x1p-10;
+  int shown = 0;
+  for (int64_t row = 0; row < m; ++row) {
+    for (int64_t col = 0; col < n; ++col) {
+      double magnitude = 0;
+      for (int64_t i = 0; i < k; ++i) {
+        magnitude += std::abs(double{x.values[row * k + i]} * w.values[col * k + i]);
+      }
+      const int64_t at = row * n + col;
+      const double expected = value_of(dtype, wanted.data(), at);
+      const double actual = value_of(dtype, got.data(), at);
+      const double before =
+          std::abs(start[at] * beta) + (with_bias ? std::abs(bias_values[col]) : 0);
+      // An f16 result below 2^-14 has steps of 2^-24.
+      const double bound = sum_error * magnitude +
+                           store_error * (std::abs(expected) + before + sum_error * magnitude) +
+                           (dtype == DType::kF16 ? 0x1p-24 : 0);
+      if (!(std::abs(actual - expected) <= bound) && !(actual == expected) && shown++ < 3) {
+        ADD_FAILURE() << Shape{m, n, k} << " " << to_string(x.grouping) << " by "
+                      << to_string(w.grouping) << " at " << row << ", " << col << ": " << actual
+                      << ", oracle " << expected << ", bound " << bound;
+      }
+    }
+  }
+}
+
+struct Pair {
+  Grouping x, w;
+};
+constexpr Pair kPairs[] = {
+    {Grouping::k1x128, Grouping::k128x128}, {Grouping::k128x128, Grouping::k1x128},
+    {Grouping::k1x128, Grouping::k1x128},   {Grouping::k128x128, Grouping::k128x128},
+    {Grouping::kMx1x32, Grouping::kMx1x32}, {Grouping::kMx1x32, Grouping::kMx32x32}};
+
+TEST(Gemm, EveryPairAndResult) {
+  for (const Pair pair : kPairs) {
+    const Operand x(48, 320, pair.x, 1, 0.01), w(72, 320, pair.w, 2, 0.01);
+    for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+      expect_oracle(x, w, dtype, false, 0);
+    }
+    expect_oracle(x, w, DType::kBF16, true, 0);
+    expect_oracle(x, w, DType::kF32, true, 1);
+    expect_oracle(x, w, DType::kF32, false, 1);
+    expect_oracle(x, w, DType::kF32, false, 0.5f);
+  }
+}
+
+TEST(Gemm, ShapesOfSmallModels) {
+  for (const Shape mnk : {Shape{64, 576, 192}, Shape{33, 192, 576}, Shape{1, 576, 576},
+                          Shape{7, 200, 144}, Shape{129, 136, 1536}, Shape{255, 64, 128}}) {
+    expect_oracle({mnk[0], mnk[2], Grouping::k1x128, 3}, {mnk[1], mnk[2], Grouping::k128x128, 4},
+                  DType::kF32, false, 0);
+    expect_oracle({mnk[0], mnk[2], Grouping::k1x128, 3}, {mnk[1], mnk[2], Grouping::k1x128, 4},
+                  DType::kF32, false, 0);
+  }
+}
+
+TEST(Gemm, Magnitudes) {
+  for (const double magnitude : {1e-28, 1.0, 1e3}) {
+    expect_oracle({128, 128, Grouping::k1x128, 5, magnitude},
+                  {128, 128, Grouping::k128x128, 6, 1.0}, DType::kF32, false, 0);
+    expect_oracle({64, 384, Grouping::k128x128, 5, magnitude}, {128, 384, Grouping::k1x128, 6, 1.0},
+                  DType::kF32, false, 0);
+  }
+}
+
+TEST(Gemm, GradientsInE5M2) {
+  const Operand dy(32, 256, Grouping::k1x128, 1, 1e-3, Fp8Format::kE5M2);
+  expect_oracle(dy, {64, 256, Grouping::k128x128, 2}, DType::kF32, false, 0);
+}
+
+// Odd sizes: the host takes any, cuda says what does not fit.
+TEST(Gemm, PartialEverything) {
+  if (!testing::test_device.is_host()) {
+    GTEST_SKIP() << "cuBLASLt needs K % 16 = 0 and N % 8 = 0; see Gemm.IllegalOnCuda";
+  }
+  for (const Pair pair : kPairs) {
+    expect_oracle({5, 301, pair.x, 1}, {13, 301, pair.w, 2}, DType::kF32, true, 1);
+    expect_oracle({3, 7, pair.x, 1}, {1, 7, pair.w, 2}, DType::kBF16, false, 0);
+  }
+}
+
+TEST(Gemm, IllegalOnCuda) {
+  if (testing::test_device.is_host()) {
+    GTEST_SKIP() << "limits of cuBLASLt";
+  }
+  Bench bench;
+  const auto attempt = [&](int64_t n, int64_t k, bool f32_bias) {
+    Fp8Tensor x(bench, Grouping::k1x128, 16, k), w(bench, Grouping::k128x128, n, k);
+    Tensor y = bench.arena.tensor(Category::kActivations, "y", DType::kBF16, {16, n});
+    Tensor bias = bench.arena.tensor(Category::kActivations, "b", DType::kF32, {n});
+    GemmOptions options;
+    if (f32_bias) {
+      options.bias = bias;
+    }
+    fp8_gemm(y, x.view(), w.view(), options, bench.ctx);
+  };
+  EXPECT_NO_THROW(attempt(128, 128, false));
+  EXPECT_THROW(attempt(128, 120, false), ShapeError);
+  EXPECT_THROW(attempt(252, 128, false), ShapeError);
+  EXPECT_THROW(attempt(128, 128, true), ShapeError);
+}
+
+// A row's result must not depend on how many rows come with it.
+TEST(Gemm, RowsDoNotSeeEachOther) {
+  Bench bench;
+  const int64_t m = 192, n = 136, k = 576;
+  const Operand rows(m, k, Grouping::k1x128, 1);
+  Fp8Tensor w8 = Operand(n, k, Grouping::k128x128, 2).upload(bench);
+  Fp8Tensor x8 = rows.upload(bench);
+  Tensor y = bench.arena.tensor(Category::kActivations, "y", DType::kF32, {m, n});
+  fp8_gemm(y, x8.view(), w8.view(), {}, bench.ctx);
+  const auto whole = bench.download<float>(y);
+  for (const int64_t half : {1, 31, 64, 128}) {
+    Fp8Tensor part(bench, Grouping::k1x128, half, k);
+    std::vector<float> values = testing::many_scales(m, k, 1);
+    values.resize(half * k);
+    Tensor input = bench.upload(values, {half, k});
+    const Fp8View view = part.view();
+    quantize(&view, nullptr, input, {}, bench.stream);
+    Tensor part_y = bench.arena.tensor(Category::kActivations, "y", DType::kF32, {half, n});
+    fp8_gemm(part_y, view, w8.view(), {}, bench.ctx);
+    auto wanted = whole;
+    wanted.resize(half * n);
+    EXPECT_TRUE(bench.download<float>(part_y) == wanted) << half << " of " << m << " rows";
+  }
+}
+
+// A scale moved by one block, or read with the stride of the unpadded matrix, must show.
+TEST(Gemm, AMisplacedScaleShows) {
+  const Operand x(64, 640, Grouping::k1x128, 1), w(136, 640, Grouping::k128x128, 2);
+  Operand moved = w;
+  auto* scales = reinterpret_cast<float*>(moved.bytes.scales.data());
+  std::rotate(scales, scales + 5, scales + 8 + 5);
+  std::vector<float> right(64 * 136), wrong(64 * 136);
+  fp8_gemm_oracle(View(right.data(), DType::kF32, {64, 136}, kHost), x.view(), w.view(), {});
+  fp8_gemm_oracle(View(wrong.data(), DType::kF32, {64, 136}, kHost), x.view(), moved.view(), {});
+  EXPECT_NE(right, wrong);
+}
+
+TEST(GemmErrors, AreNamed) {
+  Bench bench;
+  Fp8Tensor x(bench, Grouping::k1x128, 16, 128), w(bench, Grouping::k128x128, 32, 128);
+  Fp8Tensor mx(bench, Grouping::kMx1x32, 32, 128), short_w(bench, Grouping::k128x128, 32, 96);
+  Fp8Tensor x5(bench, Grouping::k1x128, 16, 128, Fp8Format::kE5M2);
+  Fp8Tensor w5(bench, Grouping::k128x128, 32, 128, Fp8Format::kE5M2);
+  Tensor y = bench.arena.tensor(Category::kActivations, "y", DType::kF32, {16, 32});
+  Tensor yt = bench.arena.tensor(Category::kActivations, "y", DType::kF32, {32, 16});
+  EXPECT_NO_THROW(fp8_gemm(y, x.view(), w.view(), {}, bench.ctx));
+  EXPECT_THROW(fp8_gemm(yt, x.view(), w.view(), {}, bench.ctx), ShapeError);
+  EXPECT_THROW(fp8_gemm(y, x.view(), short_w.view(), {}, bench.ctx), ShapeError);
+  EXPECT_THROW(fp8_gemm(y, x.view(), mx.view(), {}, bench.ctx), ShapeError);
+  EXPECT_THROW(fp8_gemm(y, x5.view(), w5.view(), {}, bench.ctx), ShapeError);
+  GemmOptions options;
+  options.bias = ConstView(y.view().slice_rows(0, 1));
+  EXPECT_THROW(fp8_gemm(y, x.view(), w.view(), options, bench.ctx), ShapeError);
+  try {
+    fp8_gemm(yt, x.view(), w.view(), {}, bench.ctx);
+  } catch (const ShapeError& error) {
+    EXPECT_NE(std::string(error.what()).find("[32, 16]"), std::string::npos) << error.what();
+  }
+}
+
+}  // namespace
+}  // namespace rowshard

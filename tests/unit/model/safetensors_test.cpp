@@ -96,7 +96,7 @@ TEST(Safetensors, OffsetsBeyond4GiB) {
   EXPECT_EQ(last[0], '\0');
 }
 
-// What the reference implementation (safetensors 0.4, Python) writes for {"w": f32 [[1, 2]], "s":
+// What the reference implementation (safetensors 0.8.0, Python) writes for {"w": f32 [[1, 2]], "s":
 // bf16 [3]} with metadata {"format": "pt"}.
 TEST(Safetensors, ReadsTheReferenceWritersBytes) {
   TemporaryDirectory directory;

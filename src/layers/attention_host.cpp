@@ -1,5 +1,3 @@
-#include <cblas.h>
-
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -7,6 +5,7 @@
 #include "layers/attention.h"
 #include "layers/dispatch.h"
 #include "layers/host_math.h"
+#include "layers/host_product.h"
 
 namespace rowshard {
 
@@ -24,22 +23,10 @@ void attention_backward(const View& dq, const View& dk, const View& dv, const Co
 namespace host {
 namespace {
 
-// Queries handled at once: enough for an efficient product, few enough that little of the block
-// above the diagonal is computed for nothing.
-constexpr int64_t kBlock = 64;
-
-void gemm(CBLAS_TRANSPOSE transpose_a, CBLAS_TRANSPOSE transpose_b, int64_t m, int64_t n, int64_t k,
-          float alpha, const float* a, int64_t lda, const float* b, int64_t ldb, float beta,
-          float* c, int64_t ldc) {
-  cblas_sgemm(CblasRowMajor, transpose_a, transpose_b, m, n, k, alpha, a, lda, b, ldb, beta, c,
-              ldc);
-}
-void gemm(CBLAS_TRANSPOSE transpose_a, CBLAS_TRANSPOSE transpose_b, int64_t m, int64_t n, int64_t k,
-          double alpha, const double* a, int64_t lda, const double* b, int64_t ldb, double beta,
-          double* c, int64_t ldc) {
-  cblas_dgemm(CblasRowMajor, transpose_a, transpose_b, m, n, k, alpha, a, lda, b, ldb, beta, c,
-              ldc);
-}
+// Queries handled at once: few enough that little above the diagonal is computed for nothing.
+constexpr int64_t kBlock = 48;
+// Rows of keys in scratch are padded to whole vectors of either type.
+constexpr int64_t kPadding = 16;
 
 struct Dims {
   int64_t tokens, heads, kv_heads, head_dim;
@@ -49,21 +36,52 @@ struct Dims {
   int64_t kv_row() const { return kv_heads * head_dim; }
 };
 
-/// scores [rows, keys] = scale · q · kᵀ of the block whose first query is key `first`.
+/// Scratch of one thread, large enough for the longest segment.
 template <typename T>
-void block_scores(T* scores, const T* q, const T* k, int64_t rows, int64_t keys, T scale,
-                  const Dims& d) {
-  gemm(CblasNoTrans, CblasTrans, rows, keys, d.head_dim, scale, q, d.row(), k, d.kv_row(), T{0},
-       scores, keys);
+struct Scratch {
+  int64_t padded = 0;           // keys of the current segment, padded
+  std::vector<T> k_transposed;  // [D, padded]
+  std::vector<T> v_transposed;  // [D, padded]
+  std::vector<T> p, dp;         // [kBlock, padded]
+
+  Scratch(int64_t longest, int64_t head_dim, bool backward) {
+    const int64_t keys = round_up(longest, kPadding);
+    k_transposed.resize(head_dim * keys);
+    p.resize(kBlock * keys);
+    if (backward) {
+      v_transposed.resize(head_dim * keys);
+      dp.resize(kBlock * keys);
+    }
+  }
+};
+
+/// to [D, padded] = the transpose of from [length, D], zeros in the padding.
+template <typename T>
+void transpose(T* to, int64_t padded, const T* from, int64_t length, const Dims& d) {
+  for (int64_t c = 0; c < d.head_dim; ++c) {
+    for (int64_t j = 0; j < length; ++j)
+      to[c * padded + j] = from[j * d.kv_row() + c];
+    std::fill(to + c * padded + length, to + (c + 1) * padded, T{0});
+  }
 }
 
-/// Replaces a row's scores by exp(score − shift), and by 0 after its last visible key.
+/// out [rows, padded] = x [rows, D] · y_transposed for the first `keys` columns and their padding.
 template <typename T>
-T exponentiate(T* row, T shift, int64_t visible, int64_t keys) {
+void block_scores(T* out, const T* x, const T* y_transposed, int64_t rows, int64_t keys,
+                  int64_t padded, const Dims& d) {
+  const int64_t cols = std::min(round_up(keys, kPadding), padded);
+  for (int64_t i = 0; i < rows; ++i)
+    std::fill_n(out + i * padded, cols, T{0});
+  add_product(out, padded, Strided<T>{x, d.row(), 1}, y_transposed, padded, rows, cols, d.head_dim);
+}
+
+/// Replaces a row's products by exp(scale · product − shift), and by 0 after its last visible key.
+template <typename T>
+T exponentiate(T* row, T scale, T shift, int64_t visible, int64_t keys) {
   T total = 0;
 #pragma omp simd reduction(+ : total)
   for (int64_t j = 0; j < visible; ++j) {
-    row[j] = fast_exp(row[j] - shift);
+    row[j] = fast_exp(row[j] * scale - shift);
     total += row[j];
   }
   std::fill(row + visible, row + keys, T{0});
@@ -71,47 +89,52 @@ T exponentiate(T* row, T shift, int64_t visible, int64_t keys) {
 }
 
 template <typename T>
-void forward_head(T* o, T* lse, const T* q, const T* k, const T* v, int64_t length, T scale,
-                  const Dims& d, T* scores) {
+void forward_head(T* o, T* lse, const T* q, const T* v, int64_t length, T scale, const Dims& d,
+                  Scratch<T>& scratch) {
+  T* p = scratch.p.data();
+  const int64_t padded = scratch.padded;
   for (int64_t first = 0; first < length; first += kBlock) {
     const int64_t rows = std::min(kBlock, length - first);
     const int64_t keys = first + rows;
-    block_scores(scores, q + first * d.row(), k, rows, keys, scale, d);
+    block_scores(p, q + first * d.row(), scratch.k_transposed.data(), rows, keys, padded, d);
     for (int64_t i = 0; i < rows; ++i) {
-      T* row = scores + i * keys;
+      T* row = p + i * padded;
       const int64_t visible = first + i + 1;
-      T maximum = row[0];
+      T maximum = row[0] * scale;
 #pragma omp simd reduction(max : maximum)
       for (int64_t j = 0; j < visible; ++j)
-        maximum = std::max(maximum, row[j]);
-      const T total = exponentiate(row, maximum, visible, keys);
+        maximum = std::max(maximum, row[j] * scale);
+      const T total = exponentiate(row, scale, maximum, visible, keys);
       lse[first + i] = maximum + std::log(total);
       const T inverse = 1 / total;
 #pragma omp simd
       for (int64_t j = 0; j < visible; ++j)
         row[j] *= inverse;
+      std::fill_n(o + (first + i) * d.row(), d.head_dim, T{0});
     }
-    gemm(CblasNoTrans, CblasNoTrans, rows, d.head_dim, keys, T{1}, scores, keys, v, d.kv_row(),
-         T{0}, o + first * d.row(), d.row());
+    add_product(o + first * d.row(), d.row(), Strided<T>{p, padded, 1}, v, d.kv_row(), rows,
+                d.head_dim, keys);
   }
 }
 
 /// Adds to dk and dv, writes dq.
 template <typename T>
-void backward_head(T* dq, T* dk, T* dv, const T* d_o, const T* q, const T* k, const T* v,
-                   const T* o, const T* lse, int64_t length, T scale, const Dims& d, T* p, T* dp) {
+void backward_head(T* dq, T* dk, T* dv, const T* d_o, const T* q, const T* k, const T* o,
+                   const T* lse, int64_t length, T scale, const Dims& d, Scratch<T>& scratch) {
+  T* p = scratch.p.data();
+  T* dp = scratch.dp.data();
+  const int64_t padded = scratch.padded;
   for (int64_t first = 0; first < length; first += kBlock) {
     const int64_t rows = std::min(kBlock, length - first);
     const int64_t keys = first + rows;
     const T* q_block = q + first * d.row();
     const T* grad = d_o + first * d.row();
-    block_scores(p, q_block, k, rows, keys, scale, d);
-    gemm(CblasNoTrans, CblasTrans, rows, keys, d.head_dim, T{1}, grad, d.row(), v, d.kv_row(), T{0},
-         dp, keys);
+    block_scores(p, q_block, scratch.k_transposed.data(), rows, keys, padded, d);
+    block_scores(dp, grad, scratch.v_transposed.data(), rows, keys, padded, d);
     for (int64_t i = 0; i < rows; ++i) {
-      T* row = p + i * keys;
-      T* drow = dp + i * keys;
-      exponentiate(row, lse[first + i], first + i + 1, keys);
+      T* row = p + i * padded;
+      T* drow = dp + i * padded;
+      exponentiate(row, scale, lse[first + i], first + i + 1, keys);
       // Σ_j p_j · dp_j = do · o, without another pass over the keys.
       T delta = 0;
 #pragma omp simd reduction(+ : delta)
@@ -121,31 +144,36 @@ void backward_head(T* dq, T* dk, T* dv, const T* d_o, const T* q, const T* k, co
 #pragma omp simd
       for (int64_t j = 0; j < keys; ++j)
         drow[j] = row[j] * (drow[j] - delta) * scale;
+      std::fill_n(dq + (first + i) * d.row(), d.head_dim, T{0});
     }
-    gemm(CblasTrans, CblasNoTrans, keys, d.head_dim, rows, T{1}, p, keys, grad, d.row(), T{1}, dv,
-         d.kv_row());
-    gemm(CblasTrans, CblasNoTrans, keys, d.head_dim, rows, T{1}, dp, keys, q_block, d.row(), T{1},
-         dk, d.kv_row());
-    gemm(CblasNoTrans, CblasNoTrans, rows, d.head_dim, keys, T{1}, dp, keys, k, d.kv_row(), T{0},
-         dq + first * d.row(), d.row());
+    const Strided<T> p_block{p, padded, 1}, dp_block{dp, padded, 1};
+    add_product(dv, d.kv_row(), p_block.transposed(), grad, d.row(), keys, d.head_dim, rows);
+    add_product(dk, d.kv_row(), dp_block.transposed(), q_block, d.row(), keys, d.head_dim, rows);
+    add_product(dq + first * d.row(), d.row(), dp_block, k, d.kv_row(), rows, d.head_dim, keys);
   }
 }
 
-// Segments and heads are independent; scratch is one block of scores for each thread.
+// Segments and key heads are independent. The query heads of one key head stay together: they share
+// its transposed keys, and add to the same dk and dv in a fixed order.
 template <typename T>
 void forward(T* o, T* lse, const T* q, const T* k, const T* v, const Segments& segments, T scale,
              const Dims& d) {
   const auto& bounds = segments.bounds();
-#pragma omp parallel
+#pragma omp parallel if (d.tokens * d.row() > kParallelElements)
   {
-    std::vector<T> scores(kBlock * segments.longest());
+    Scratch<T> scratch(segments.longest(), d.head_dim, /*backward=*/false);
 #pragma omp for collapse(2) schedule(dynamic)
     for (int64_t s = 0; s < segments.count(); ++s) {
-      for (int64_t head = 0; head < d.heads; ++head) {
-        const int64_t at = bounds[s] * d.row() + head * d.head_dim;
-        const int64_t kv_at = bounds[s] * d.kv_row() + head / d.group() * d.head_dim;
-        forward_head(o + at, lse + head * d.tokens + bounds[s], q + at, k + kv_at, v + kv_at,
-                     int64_t{bounds[s + 1]} - bounds[s], scale, d, scores.data());
+      for (int64_t kv_head = 0; kv_head < d.kv_heads; ++kv_head) {
+        const int64_t length = bounds[s + 1] - bounds[s];
+        const int64_t kv_at = bounds[s] * d.kv_row() + kv_head * d.head_dim;
+        scratch.padded = round_up(length, kPadding);
+        transpose(scratch.k_transposed.data(), scratch.padded, k + kv_at, length, d);
+        for (int64_t head = kv_head * d.group(); head < (kv_head + 1) * d.group(); ++head) {
+          const int64_t at = bounds[s] * d.row() + head * d.head_dim;
+          forward_head(o + at, lse + head * d.tokens + bounds[s], q + at, v + kv_at, length, scale,
+                       d, scratch);
+        }
       }
     }
   }
@@ -157,19 +185,21 @@ void backward(T* dq, T* dk, T* dv, const T* d_o, const T* q, const T* k, const T
   const auto& bounds = segments.bounds();
   std::fill_n(dk, d.tokens * d.kv_row(), T{0});
   std::fill_n(dv, d.tokens * d.kv_row(), T{0});
-#pragma omp parallel
+#pragma omp parallel if (d.tokens * d.row() > kParallelElements)
   {
-    std::vector<T> p(kBlock * segments.longest()), dp(kBlock * segments.longest());
-    // The query heads of one key head add to the same dk and dv: one thread, in order.
+    Scratch<T> scratch(segments.longest(), d.head_dim, /*backward=*/true);
 #pragma omp for collapse(2) schedule(dynamic)
     for (int64_t s = 0; s < segments.count(); ++s) {
       for (int64_t kv_head = 0; kv_head < d.kv_heads; ++kv_head) {
+        const int64_t length = bounds[s + 1] - bounds[s];
         const int64_t kv_at = bounds[s] * d.kv_row() + kv_head * d.head_dim;
+        scratch.padded = round_up(length, kPadding);
+        transpose(scratch.k_transposed.data(), scratch.padded, k + kv_at, length, d);
+        transpose(scratch.v_transposed.data(), scratch.padded, v + kv_at, length, d);
         for (int64_t head = kv_head * d.group(); head < (kv_head + 1) * d.group(); ++head) {
           const int64_t at = bounds[s] * d.row() + head * d.head_dim;
-          backward_head(dq + at, dk + kv_at, dv + kv_at, d_o + at, q + at, k + kv_at, v + kv_at,
-                        o + at, lse + head * d.tokens + bounds[s],
-                        int64_t{bounds[s + 1]} - bounds[s], scale, d, p.data(), dp.data());
+          backward_head(dq + at, dk + kv_at, dv + kv_at, d_o + at, q + at, k + kv_at, o + at,
+                        lse + head * d.tokens + bounds[s], length, scale, d, scratch);
         }
       }
     }

@@ -18,11 +18,15 @@ inline double fast_exp(double x) {
 /// x = n·ln 2 + r with |r| <= ln 2 / 2; exp(r) by its Taylor polynomial of degree 7 (remainder
 /// below 2^-30); times 2^n in two factors, because n reaches beyond the exponents of a float.
 inline float fast_exp(float x) {
-  constexpr float kRound = 0x1.8p23f;           // adding it rounds to an integer in the low bits
-  constexpr float kLn2High = 0x1.62e4p-1f;      // 15 bits: n · kLn2High is exact
-  constexpr float kLn2Low = 0x1.7f7d1cp-20f;    // ln 2 − kLn2High
-  const float low = x < -104.0f ? -104.0f : x;  // NaN passes both comparisons
-  const float clamped = low > 89.0f ? 89.0f : low;
+  constexpr float kRound = 0x1.8p23f;         // adding it rounds to an integer in the low bits
+  constexpr float kLn2High = 0x1.62e4p-1f;    // 15 bits: n · kLn2High is exact
+  constexpr float kLn2Low = 0x1.7f7d1cp-20f;  // ln 2 − kLn2High
+  // Integer comparisons, because a float comparison may trap and so is not made a vector operation.
+  constexpr uint32_t kLimit = std::bit_cast<uint32_t>(104.0f);  // beyond it: 0 or infinity
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  const float clamped =
+      std::bit_cast<float>((magnitude < kLimit ? magnitude : kLimit) | (bits & 0x80000000u));
   const float shifted = clamped * 0x1.715476p0f + kRound;
   const float n = shifted - kRound;
   const int32_t exponent =
@@ -39,7 +43,10 @@ inline float fast_exp(float x) {
   const auto power = [](int32_t e) {
     return std::bit_cast<float>(static_cast<uint32_t>(e + 127) << 23);
   };
-  return p * power(half) * power(exponent - half);
+  const float result = p * power(half) * power(exponent - half);
+  // All ones for a NaN. A branch, or a choice that becomes one, would keep the loop scalar.
+  const uint32_t nan = static_cast<uint32_t>(static_cast<int32_t>(0x7f800000u - magnitude) >> 31);
+  return std::bit_cast<float>(std::bit_cast<uint32_t>(result) | (nan & 0x7fc00000u));
 }
 
 }  // namespace rowshard::host

@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -16,6 +17,9 @@
 namespace rowshard {
 
 class HostEngine;
+
+/// Channels below are the bootstrap's own; communicators count from here.
+inline constexpr int kFirstChannel = 2;
 
 using Bytes = std::vector<std::byte>;
 
@@ -33,6 +37,12 @@ class Bootstrap {
   std::vector<std::string> all_gather(const std::string& text);
   Bytes broadcast(std::span<const std::byte> bytes, int root);
   void barrier();
+
+  /// After a failure, when nothing can be relied on: what every rank answers inside `seconds`;
+  /// nullopt from ranks that do not.
+  std::vector<std::optional<std::string>> survey(const std::string& text, double seconds);
+  /// What is known of a peer that is gone; any thread may ask.
+  std::optional<std::string> lost_peer() const;
 
   /// Tells every peer that this rank has failed and why (peers then throw CommError with the text),
   /// and ends the job: does not return under MPI. No-op for one rank.

@@ -57,14 +57,13 @@ class Backoff {
 /// A thread that polls. Thread-safe. Starts with the first `watch` or `add_probe`.
 class Watchdog {
  public:
-  /// `explain` is asked once, on the watchdog's thread, for what is known about a late operation
-  /// (which ranks have not issued it); its answer ends the message.
   explicit Watchdog(double timeout_seconds);
   ~Watchdog();
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;
 
-  /// `done` is polled until true; past the deadline the job has failed with CommTimeout.
+  /// `done` is polled until true; past the deadline the job has failed with CommTimeout and the
+  /// text of `describe`, which is asked only then. Callbacks must not call back into the watchdog.
   void watch(std::function<std::string()> describe, std::function<bool()> done);
   /// Polled for as long as the token lives: an answer means the job has failed with CommError.
   int add_probe(std::function<std::optional<std::string>()> probe);
@@ -72,12 +71,14 @@ class Watchdog {
   int add_abort(std::function<void()> abort);
   /// Forgets a probe or an abort; returns once neither is running.
   void remove(int token);
-  /// Everything watched is polled again and again until done or failed.
+  /// Blocks until nothing is watched any more, or the job has failed.
   void drain();
 
   bool failed() const;
-  /// Throws what failed.
-  void check() const;
+  /// Throws what failed. After a timeout the first caller also asks `explain`, on its own thread,
+  /// what the ranks know of each other, and adds the answer to the message.
+  void check();
+  void set_explain(std::function<std::string()> explain);
   /// Fails the job from outside: aborts run, `check` throws from now on.
   void fail(const std::string& why);
 
@@ -93,9 +94,9 @@ class Watchdog {
     F call;
   };
   void run();
-  void poll(std::unique_lock<std::mutex>& lock);
+  void poll();
   void start();
-  void set_failure(std::unique_lock<std::mutex>& lock, std::string why, bool timeout);
+  void set_failure(std::string why, bool timeout);
 
   const double timeout_;
   mutable std::mutex mutex_;
@@ -108,6 +109,7 @@ class Watchdog {
   bool failed_ = false;
   bool timed_out_ = false;
   std::string failure_;
+  std::function<std::string()> explain_;
   std::thread thread_;
 };
 

@@ -25,6 +25,12 @@ namespace rowshard {
 enum class CudaTransport { kNccl, kStaged };
 const char* to_string(CudaTransport transport);
 
+/// Two ranks were given one GPU.
+class SharedGpuError : public ConfigError {
+ public:
+  using ConfigError::ConfigError;
+};
+
 class World {
  public:
   /// Picks the device by local rank (index 0 where CUDA_VISIBLE_DEVICES leaves each rank one GPU),
@@ -71,8 +77,10 @@ class World {
 
  private:
   World() = default;
+  void find_local_ranks();
   void choose_device(DeviceKind kind);
-  void check_one_rank_per_gpu();
+  std::string what_ranks_know();
+  void check_groups(const std::string& name, const std::vector<int>& ranks);
   std::unique_ptr<Communicator> make(const std::string& name, const std::vector<int>& ranks,
                                      Device device);
 
@@ -82,8 +90,9 @@ class World {
   std::string host_name_;
   std::unique_ptr<Bootstrap> bootstrap_;
   std::unique_ptr<Watchdog> watchdog_;
-  int next_channel_ = 1;  // 0 is the bootstrap's
+  int next_channel_ = kFirstChannel;
   int unwinding_at_start_ = 0;
+  bool creating_ = false;
   bool aborted_ = false;
 };
 

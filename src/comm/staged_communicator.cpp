@@ -1,0 +1,100 @@
+#include "comm/backends.h"
+
+#if ROWSHARD_CUDA
+
+#include "core/cuda_check.h"
+
+namespace rowshard {
+namespace {
+
+/// Pinned host memory that grows to the largest size asked for.
+class PinnedBuffer {
+ public:
+  PinnedBuffer() = default;
+  PinnedBuffer(const PinnedBuffer&) = delete;
+  PinnedBuffer& operator=(const PinnedBuffer&) = delete;
+  ~PinnedBuffer() { cudaFreeHost(data_); }
+
+  View view(const ConstView& like) {
+    if (like.bytes() > bytes_) {
+      CUDA_CHECK(cudaFreeHost(data_));
+      data_ = nullptr;
+      bytes_ = 0;
+      CUDA_CHECK(cudaMallocHost(&data_, static_cast<size_t>(like.bytes())));
+      bytes_ = like.bytes();
+    }
+    return View(data_, like.dtype, like.shape, kHost);
+  }
+
+ private:
+  void* data_ = nullptr;
+  int64_t bytes_ = 0;
+};
+
+class StagedCommunicator : public Communicator {
+ public:
+  StagedCommunicator(const Group& group, Device device, std::unique_ptr<Communicator> host)
+      : Communicator(group.name, group.members, group.rank, device), host_(std::move(host)) {}
+
+ private:
+  View take(PinnedBuffer& buffer, const ConstView& from, Stream& stream) {
+    ROWSHARD_CHECK(!stream.capturing(), LogicError, describe("staged collective"),
+                   ": cannot be captured in a CUDA graph; use the nccl transport");
+    const View staged = buffer.view(from);
+    copy(staged, from, stream);
+    stream.synchronize();
+    return staged;
+  }
+  static void give(const View& to, const View& staged, Stream& stream) {
+    copy(to, staged, stream);
+    stream.synchronize();  // the buffer is free for the next collective
+  }
+
+  void start_all_gather(const View& out, const ConstView& in, Stream& stream) override {
+    const View from = take(in_, in, stream);
+    const View to = out_.view(out);
+    host_->all_gather(to, from, host_stream_);
+    give(out, to, stream);
+  }
+  void start_all_gather_v(const View& out, const ConstView& in, std::span<const int64_t> counts,
+                          Stream& stream) override {
+    const View from = take(in_, in, stream);
+    const View to = out_.view(out);
+    host_->all_gather_v(to, from, counts, host_stream_);
+    give(out, to, stream);
+  }
+  void start_reduce_scatter(const View& out, const ConstView& in, Reduction reduction,
+                            Stream& stream) override {
+    const View from = take(in_, in, stream);
+    const View to = out_.view(out);
+    host_->reduce_scatter(to, from, reduction, host_stream_);
+    give(out, to, stream);
+  }
+  void start_all_reduce(const View& inout, Reduction reduction, Stream& stream) override {
+    const View staged = take(in_, inout, stream);
+    host_->all_reduce(staged, reduction, host_stream_);
+    give(inout, staged, stream);
+  }
+  void start_broadcast(const View& inout, int root, Stream& stream) override {
+    const View staged = take(in_, inout, stream);
+    host_->broadcast(staged, root, host_stream_);
+    give(inout, staged, stream);
+  }
+  void start_barrier() override { host_->barrier(); }
+
+  std::unique_ptr<Communicator> host_;
+  Stream host_stream_{kHost};  // "compute": collectives on it are finished when they return
+  PinnedBuffer in_;
+  PinnedBuffer out_;
+};
+
+}  // namespace
+
+std::unique_ptr<Communicator> make_staged_communicator(const Group& group, Device device,
+                                                       std::unique_ptr<Communicator> host) {
+  return std::make_unique<StagedCommunicator>(group, device, std::move(host));
+}
+
+}  // namespace rowshard
+
+#endif

@@ -1,0 +1,213 @@
+// SwiGLU, embedding, cross entropy, and the exp they stand on.
+#include <limits>
+
+#include "layer_test.h"
+#include "layers/cross_entropy.h"
+#include "layers/embedding.h"
+#include "layers/host_math.h"
+#include "layers/swiglu.h"
+#include "test_device.h"
+
+namespace rowshard {
+namespace {
+
+using testing::Bench;
+using testing::Doubles;
+using testing::view_of;
+
+TEST(FastExp, IsWithinTwoUnitsOfTheLastPlace) {
+  double worst = 0;
+  // Every 977th float there is: all exponents, both signs, subnormals.
+  for (uint64_t bits = 0; bits <= 0xffffffffu; bits += 977) {
+    const float x = std::bit_cast<float>(static_cast<uint32_t>(bits));
+    if (std::isnan(x))
+      continue;
+    const double exact = std::exp(static_cast<double>(x));
+    const float got = host::fast_exp(x);
+    const float nearest = static_cast<float>(exact);
+    if (std::isinf(nearest)) {
+      ASSERT_EQ(got, nearest) << x;
+      continue;
+    }
+    const double unit = std::nextafter(nearest, INFINITY) - static_cast<double>(nearest);
+    worst = std::max(worst, std::abs(got - exact) / unit);
+  }
+  EXPECT_LE(worst, 2);
+  EXPECT_EQ(host::fast_exp(0.0f), 1.0f);
+  EXPECT_EQ(host::fast_exp(-INFINITY), 0.0f);
+  EXPECT_TRUE(std::isnan(host::fast_exp(NAN)));
+  EXPECT_TRUE(std::isnan(host::fast_exp(-NAN)));
+}
+
+TEST(SwiGlu, BackwardAgreesWithFiniteDifferences) {
+  const Shape shape{5, 7};
+  Doubles gate = testing::random_values(35, 1, 2), up = testing::random_values(35, 2);
+  const Doubles dy = testing::random_values(35, 3);
+  Doubles y(35), dgate(35), dup(35);
+  Stream stream(kHost);
+  const auto loss = [&] {
+    swiglu(view_of(y, shape), view_of(gate, shape), view_of(up, shape), stream);
+    return testing::dot(y, dy);
+  };
+  swiglu_backward(view_of(dgate, shape), view_of(dup, shape), view_of(dy, shape),
+                  view_of(gate, shape), view_of(up, shape), stream);
+  testing::expect_gradient(gate, dgate, loss);
+  testing::expect_gradient(up, dup, loss);
+}
+
+template <typename T>
+class ActivationOnDevice : public ::testing::Test {};
+using Types = ::testing::Types<float, bf16>;
+TYPED_TEST_SUITE(ActivationOnDevice, Types);
+
+TYPED_TEST(ActivationOnDevice, SwiGluStaysWithinRoundingOfF64) {
+  using T = TypeParam;
+  Bench bench;
+  const Shape shape{13, 331};
+  const int64_t count = 13 * 331;
+  Doubles gate = testing::random_values(count, 1, 8);
+  gate[0] = 100;  // silu is the identity, then 0: exp overflows or underflows on the way
+  gate[1] = -100;
+  gate = testing::representable<T>(gate);
+  const Doubles up = testing::representable<T>(testing::random_values(count, 2));
+  const Doubles dy = testing::representable<T>(testing::random_values(count, 3));
+  Doubles y(count), dgate(count), dup(count);
+  Stream host_stream(kHost);
+  swiglu(view_of(y, shape), view_of(gate, shape), view_of(up, shape), host_stream);
+  swiglu_backward(view_of(dgate, shape), view_of(dup, shape), view_of(dy, shape),
+                  view_of(gate, shape), view_of(up, shape), host_stream);
+  const Tensor g = bench.upload(testing::narrowed<T>(gate), shape);
+  const Tensor u = bench.upload(testing::narrowed<T>(up), shape);
+  const Tensor d = bench.upload(testing::narrowed<T>(dy), shape);
+  const Tensor result = bench.upload(std::vector<T>(count, T(7.f)), shape);
+  swiglu(result, g, u, bench.stream);
+  const double rounding = testing::kRounding<T> + 2e-6;
+  testing::expect_close(testing::widened(bench.download<T>(result)), y, 1e-9, rounding);
+  // In place: dgate over gate, dup over up.
+  swiglu_backward(g, u, d, g, u, bench.stream);
+  testing::expect_close(testing::widened(bench.download<T>(g)), dgate, 1e-6, rounding);
+  testing::expect_close(testing::widened(bench.download<T>(u)), dup, 1e-9, rounding);
+}
+
+TYPED_TEST(ActivationOnDevice, EmbeddingCopiesRowsExactly) {
+  using T = TypeParam;
+  Bench bench;
+  const int64_t vocabulary = 11, width = 37;
+  const std::vector<T> table = testing::narrowed<T>(testing::random_values(vocabulary * width, 1));
+  const std::vector<int32_t> ids{10, 0, 3, 3, 7};
+  const Tensor t = bench.upload(table, {vocabulary, width});
+  const Tensor i = bench.upload(ids, {5});
+  Doubles expected;
+  for (int32_t id : ids) {
+    for (int64_t c = 0; c < width; ++c)
+      expected.push_back(widen(table[id * width + c]));
+  }
+  const Tensor y = bench.arena.tensor(Category::kActivations, "y", DTypeOf<T>::value, {5, width});
+  embedding_lookup(y, t, i, bench.stream);
+  EXPECT_EQ(testing::widened(bench.download<T>(y)), expected);
+  const Tensor wide = bench.arena.tensor(Category::kActivations, "y", DType::kF32, {5, width});
+  embedding_lookup(wide, t, i, bench.stream);
+  EXPECT_EQ(testing::widened(bench.download<float>(wide)), expected);
+}
+
+TEST(Embedding, NamesTheIdThatIsOutside) {
+  const std::vector<int32_t> ids{1, 2, 11};
+  try {
+    check_ids(ids, 11);
+    FAIL() << "no exception";
+  } catch (const ShapeError& error) {
+    EXPECT_NE(std::string(error.what()).find("11 at place 2"), std::string::npos) << error.what();
+  }
+  EXPECT_THROW(check_ids(std::vector<int32_t>{-1}, 11), ShapeError);
+  EXPECT_NO_THROW(check_ids(std::vector<int32_t>{0, 10}, 11));
+}
+
+double loss_of(Doubles logits, const std::vector<int32_t>& labels, int64_t width, double scale,
+               Doubles* gradient) {
+  Arena arena(kHost);
+  Stream stream(kHost);
+  Context ctx{arena, stream};
+  const int64_t rows = labels.size();
+  Doubles sum{0};
+  cross_entropy(view_of(sum, {1}), view_of(logits, {rows, width}), view_of(labels, {rows}), scale,
+                ctx);
+  if (gradient)
+    *gradient = logits;
+  return sum[0] * scale;
+}
+
+TEST(CrossEntropy, GradientAgreesWithFiniteDifferences) {
+  const std::vector<int32_t> labels{3, 0, 12};
+  Doubles logits = testing::random_values(3 * 13, 1, 2);
+  Doubles gradient;
+  loss_of(logits, labels, 13, 1.0 / 3, &gradient);
+  testing::expect_gradient(logits, gradient,
+                           [&] { return loss_of(logits, labels, 13, 1.0 / 3, nullptr); });
+}
+
+TEST(CrossEntropy, OfEqualLogitsIsTheLogOfTheVocabulary) {
+  Doubles logits(2 * 50, 3.0);
+  EXPECT_NEAR(loss_of(logits, {0, 49}, 50, 0.5, nullptr), std::log(50.0), 1e-12);
+}
+
+TYPED_TEST(ActivationOnDevice, CrossEntropyStaysNearF64) {
+  using T = TypeParam;
+  Bench bench;
+  // The odd width is no multiple of any vector; the large one is a real vocabulary.
+  for (const auto& [rows, width] : {std::pair<int64_t, int64_t>{33, 1001}, {3, 49152}}) {
+    SCOPED_TRACE(width);
+    Doubles logits = testing::random_values(rows * width, 1, 3);
+    for (int64_t i = 0; i < rows * width; ++i)
+      logits[i] += 40.0 * (i / width % 5);  // row by row
+    logits = testing::representable<T>(logits);
+    std::vector<int32_t> labels;
+    for (int64_t i = 0; i < rows; ++i)
+      labels.push_back((i * 977 + width - 1) % width);
+    const double scale = 1.0 / rows;
+    Doubles gradient;
+    const double expected = loss_of(logits, labels, width, scale, &gradient) / scale;
+
+    const Tensor z = bench.upload(testing::narrowed<T>(logits), {rows, width});
+    const Tensor l = bench.upload(labels, {rows});
+    const Tensor losses = bench.upload(std::vector<float>(rows, NAN), {rows});
+    token_losses(losses, z, l, bench.stream);
+    const std::vector<float> per_token = bench.download<float>(losses);
+    const Tensor sum = bench.upload(Doubles{10}, {1});  // what earlier chunks have left
+    cross_entropy(sum, z, l, scale, bench.ctx);
+    EXPECT_NEAR(bench.download<double>(sum)[0], 10 + expected, 2e-6 * expected);
+    double total = 0;
+    for (float loss : per_token)
+      total += loss;
+    EXPECT_NEAR(total, expected, 2e-6 * expected);
+    // Probabilities are at most `scale`; one rounding to T, and f32 exponentials.
+    testing::expect_close(testing::widened(bench.download<T>(z)), gradient, 1e-6 * scale,
+                          testing::kRounding<T> + 1e-5);
+  }
+}
+
+TEST(CrossEntropy, NoRowsAddNothing) {
+  Bench bench;
+  const Tensor sum = bench.upload(Doubles{10}, {1});
+  Tensor z = bench.arena.tensor(Category::kActivations, "z", DType::kF32, {0, 50});
+  Tensor l = bench.arena.tensor(Category::kActivations, "l", DType::kI32, {0});
+  cross_entropy(sum, z, l, 1, bench.ctx);
+  EXPECT_EQ(bench.download<double>(sum)[0], 10);
+}
+
+TEST(CrossEntropy, ALabelOutsideTheVocabularyDoesNotPass) {
+  Bench bench;
+  for (int32_t label : {-100, 50}) {
+    const Tensor z = bench.upload(std::vector<float>(50, 1), {1, 50});
+    const Tensor l = bench.upload(std::vector<int32_t>{label}, {1});
+    const Tensor losses = bench.upload(std::vector<float>{0}, {1});
+    if (testing::test_device.is_host()) {
+      EXPECT_THROW(token_losses(losses, z, l, bench.stream), ShapeError);
+    } else {
+      token_losses(losses, z, l, bench.stream);
+      EXPECT_TRUE(std::isnan(bench.download<float>(losses)[0]));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace rowshard

@@ -1,0 +1,351 @@
+#include "layers/linear.h"
+
+#include "fp8/quantize.h"
+#include "layer_test.h"
+#include "test_device.h"
+
+namespace rowshard {
+namespace {
+
+using testing::Bench;
+using testing::Doubles;
+using testing::view_of;
+
+/// y [m, n] = x [m, k] · wᵀ, w [n, k]; with `magnitude`, of the absolute values: the size of what
+/// was summed, which bounds the error of the sum.
+Doubles product(const Doubles& x, const Doubles& w, int64_t m, int64_t n, int64_t k,
+                bool magnitude = false) {
+  Doubles y(m * n, 0);
+  for (int64_t i = 0; i < m; ++i) {
+    for (int64_t j = 0; j < n; ++j) {
+      for (int64_t c = 0; c < k; ++c) {
+        const double term = x[i * k + c] * w[j * k + c];
+        y[i * n + j] += magnitude ? std::abs(term) : term;
+      }
+    }
+  }
+  return y;
+}
+
+Doubles transposed(const Doubles& x, int64_t rows, int64_t cols) {
+  Doubles y(x.size());
+  for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t j = 0; j < cols; ++j)
+      y[j * rows + i] = x[i * cols + j];
+  }
+  return y;
+}
+
+TEST(Linear, PlainBackwardAgreesWithFiniteDifferences) {
+  const int64_t tokens = 4, k = 6, n = 5, rank = 2;
+  Arena arena(kHost);
+  Stream stream(kHost);
+  Context ctx{arena, stream};
+  Doubles w = testing::random_values(n * k, 1), bias = testing::random_values(n, 2);
+  Doubles x = testing::random_values(tokens * k, 3), dy = testing::random_values(tokens * n, 4);
+  Doubles a = testing::random_values(rank * k, 5), b = testing::random_values(n * rank, 6);
+  Doubles grad_a(rank * k, 0), grad_b(n * rank, 0), dx(tokens * k, NAN), y(tokens * n, NAN);
+  const LinearWeight weight{
+      .name = "w", .n = n, .k = k, .plain = view_of(w, {n, k}), .bias = view_of(bias, {n})};
+  const LoraFactors lora{view_of(a, {rank, k}), view_of(b, {n, rank}), view_of(grad_a, {rank, k}),
+                         view_of(grad_b, {n, rank}), 0.25f};
+  LinearSaved saved;
+  const auto loss = [&] {
+    linear_forward(view_of(y, {tokens, n}), view_of(x, {tokens, k}), {}, weight, &lora, {}, &saved,
+                   ctx);
+    return testing::dot(y, dy);
+  };
+  loss();
+  linear_backward(view_of(dx, {tokens, k}), view_of(dy, {tokens, n}), saved, weight, &lora, false,
+                  ColumnwisePolicy::kRelease, ctx);
+  testing::expect_gradient(x, dx, loss);
+  testing::expect_gradient(a, grad_a, loss);
+  testing::expect_gradient(b, grad_b, loss);
+  Doubles expected = product(x, w, tokens, n, k);
+  for (int64_t i = 0; i < tokens * n; ++i)
+    expected[i] += bias[i % n];
+  linear_forward(view_of(y, {tokens, n}), view_of(x, {tokens, k}), {}, weight, nullptr, {}, &saved,
+                 ctx);
+  testing::expect_close(y, expected, 1e-12, 1e-12);
+  EXPECT_EQ(saved.x.data, nullptr) << "a frozen layer without an adapter needs no x";
+
+  const Doubles before = dx;
+  linear_backward(view_of(dx, {tokens, k}), view_of(dy, {tokens, n}), saved, weight, nullptr, true,
+                  ColumnwisePolicy::kRelease, ctx);
+  const Doubles base = product(dy, transposed(w, n, k), tokens, k, n);
+  for (size_t i = 0; i < dx.size(); ++i)
+    EXPECT_NEAR(dx[i], before[i] + base[i], 1e-12);
+}
+
+TEST(Linear, ABf16WeightServesF32Activations) {
+  const int64_t tokens = 8, k = 16, n = 24;
+  Bench bench;
+  const Doubles w = testing::representable<bf16>(testing::random_values(n * k, 1));
+  const Doubles x = testing::representable<float>(testing::random_values(tokens * k, 2));
+  const Tensor wt = bench.upload(testing::narrowed<bf16>(w), {n, k});
+  const Tensor xt = bench.upload(testing::narrowed<float>(x), {tokens, k});
+  const Tensor y = bench.arena.tensor(Category::kActivations, "y", DType::kF32, {tokens, n});
+  const LinearWeight weight{.name = "w", .n = n, .k = k, .plain = wt, .bias = {}};
+  linear_forward(y, xt, {}, weight, nullptr, {}, nullptr, bench.ctx);
+  testing::expect_close(testing::widened(bench.download<float>(y)), product(x, w, tokens, n, k),
+                        1e-5, 1e-5);
+}
+
+// An FP8 layer on the device under test, and its parts dequantised for an f64 reference.
+template <typename T>
+struct Fp8Layer {
+  int64_t tokens, n, k, rank = 16;
+  Bench bench;
+  Tensor x, dy, bias, a, b, grad_a, grad_b;
+  Fp8Matrix matrix;
+  LinearWeight weight;
+  Doubles x_values, dy_values, w_values, x8_values, dy8_values, bias_values, a_values, b_values;
+
+  Fp8Layer(int64_t tokens_, int64_t n_, int64_t k_, Grouping grouping = Grouping::k128x128)
+      : tokens(tokens_),
+        n(n_),
+        k(k_),
+        matrix("layer.weight", n_, k_, grouping, testing::test_device) {
+    // Every 128-tile its own magnitude, so that a scale of another tile shows.
+    const auto values = [](int64_t rows, int64_t cols, uint32_t seed, double scale) {
+      Doubles v = testing::random_values(rows * cols, seed, scale);
+      for (int64_t i = 0; i < rows * cols; ++i) {
+        v[i] *= std::exp2((i / cols / 128 * 3 + i % cols / 128) % 5);
+      }
+      return testing::representable<T>(v);
+    };
+    x_values = values(tokens, k, 1, 1);
+    dy_values = values(tokens, n, 2, 0.1);
+    bias_values = values(1, n, 3, 1);
+    a_values = values(rank, k, 4, 0.1);
+    b_values = values(n, rank, 5, 0.1);
+    x = up(x_values, {tokens, k});
+    dy = up(dy_values, {tokens, n});
+    bias = up(bias_values, {n});
+    a = up(a_values, {rank, k});
+    b = up(b_values, {n, rank});
+    grad_a = bench.upload(std::vector<float>(rank * k, 0), {rank, k});
+    grad_b = bench.upload(std::vector<float>(n * rank, 0), {n, rank});
+    const Tensor w = up(values(n, k, 6, 0.05), {n, k});
+    auto [codes, scales] = quantized(w, grouping);
+    w_values = dequantized(codes, scales, grouping);
+    matrix.own_rowwise(std::move(codes), std::move(scales));
+    weight = {.name = "layer", .n = n, .k = k, .fp8 = &matrix, .plain = {}, .bias = {}};
+    const Grouping activations = is_mx(grouping) ? Grouping::kMx1x32 : Grouping::k1x128;
+    auto [x_codes, x_scales] = quantized(x, activations);
+    x8_values = dequantized(x_codes, x_scales, activations);
+    auto [dy_codes, dy_scales] = quantized(dy, activations);
+    dy8_values = dequantized(dy_codes, dy_scales, activations);
+  }
+
+  Tensor up(const Doubles& values, Shape shape) {
+    return bench.upload(testing::narrowed<T>(values), shape);
+  }
+  std::pair<Tensor, Tensor> quantized(const Tensor& from, Grouping grouping) {
+    const int64_t rows = from.shape()[0], cols = from.shape()[1];
+    Tensor codes = bench.arena.tensor(Category::kRowwiseShard, "codes", DType::kE4M3, {rows, cols});
+    Tensor scales = bench.arena.tensor(Category::kScales, "scales", scale_dtype(grouping),
+                                       gemm_scale_shape(grouping, rows, cols));
+    const Fp8View view{codes, scales, grouping};
+    quantize(&view, nullptr, from, {}, bench.stream);
+    return {std::move(codes), std::move(scales)};
+  }
+  Doubles dequantized(const Tensor& codes, const Tensor& scales, Grouping grouping) {
+    Tensor wide = bench.arena.tensor(Category::kWorkspace, "wide", DType::kF32, codes.shape());
+    dequantize(wide, {codes, scales, grouping}, bench.stream);
+    return testing::widened(bench.download<float>(wide));
+  }
+  LoraFactors lora() const { return {a, b, grad_a, grad_b, 2.0f}; }
+  Tensor result(Shape shape) {
+    return bench.arena.tensor(Category::kActivations, "result", DTypeOf<T>::value, shape);
+  }
+  Doubles values(const Tensor& tensor) { return testing::widened(bench.download<T>(tensor)); }
+
+  /// `terms` is Σ |products|: f32 sums of FP8 products lose at most a few units of 2^-24 of it per
+  /// block of K (tensor cores keep fewer bits: 2^-13 is their bound), then one rounding to T.
+  void expect_sum(const Doubles& got, const Doubles& want, const Doubles& terms,
+                  double roundings = 1) {
+    Doubles scaled_got = got, scaled_want = want;
+    for (size_t i = 0; i < got.size(); ++i) {
+      const double unit =
+          0x1p-13 * terms[i] + roundings * testing::kRounding<T> * std::abs(want[i]);
+      scaled_got[i] = got[i] / unit;
+      scaled_want[i] = want[i] / unit;
+    }
+    testing::expect_close(scaled_got, scaled_want, 1, 0);
+  }
+};
+
+template <typename T>
+class LinearOnDevice : public ::testing::Test {};
+using Types = ::testing::Types<float, bf16>;
+TYPED_TEST_SUITE(LinearOnDevice, Types);
+
+TYPED_TEST(LinearOnDevice, Fp8ForwardAndDgradFollowTheDequantisedReference) {
+  using T = TypeParam;
+  for (auto [tokens, n, k] :
+       {std::array<int64_t, 3>{32, 256, 384}, {40, 192, 576}, {5, 144, 272}}) {
+    SCOPED_TRACE(message(tokens, " ", n, " ", k));
+    Fp8Layer<T> layer(tokens, n, k);
+    Context& ctx = layer.bench.ctx;
+    // The FP8 product on cuda takes a bf16 bias only.
+    const bool biased = std::is_same_v<T, bf16> || testing::test_device.is_host();
+    if (biased)
+      layer.weight.bias = layer.bias;
+    const QuantizedInput x8 = quantize_input(layer.x, {&layer.weight}, ctx);
+    const Tensor y = layer.result({tokens, n}), dx = layer.result({tokens, k});
+    LinearSaved saved;
+    linear_forward(y, layer.x, x8, layer.weight, nullptr, {}, &saved, ctx);
+    Doubles expected = product(layer.x8_values, layer.w_values, tokens, n, k);
+    for (int64_t i = 0; biased && i < tokens * n; ++i)
+      expected[i] += layer.bias_values[i % n];
+    layer.expect_sum(layer.values(y), expected,
+                     product(layer.x8_values, layer.w_values, tokens, n, k, true));
+    EXPECT_EQ(saved.x.data, nullptr);
+    EXPECT_EQ(layer.matrix.usage(), (Usage{.rowwise = true, .columnwise = false}));
+
+    linear_backward(dx, layer.dy, saved, layer.weight, nullptr, false, ColumnwisePolicy::kRelease,
+                    ctx);
+    const Doubles wt = transposed(layer.w_values, n, k);
+    const Doubles base = product(layer.dy8_values, wt, tokens, k, n);
+    const Doubles terms = product(layer.dy8_values, wt, tokens, k, n, true);
+    layer.expect_sum(layer.values(dx), base, terms);
+
+    // Once more onto what is there.
+    linear_backward(dx, layer.dy, saved, layer.weight, nullptr, true, ColumnwisePolicy::kRelease,
+                    ctx);
+    Doubles twice = base, double_terms = terms;
+    for (double& value : twice)
+      value *= 2;
+    for (double& value : double_terms)
+      value *= 2;
+    layer.expect_sum(layer.values(dx), twice, double_terms, 3);
+  }
+}
+
+TYPED_TEST(LinearOnDevice, AdapterGradientsUseTheUnquantisedInput) {
+  using T = TypeParam;
+  const int64_t tokens = 32, n = 256, k = 128;
+  Fp8Layer<T> layer(tokens, n, k);
+  Context& ctx = layer.bench.ctx;
+  const int64_t rank = layer.rank;
+  const LoraFactors lora = layer.lora();
+  const QuantizedInput x8 = quantize_input(layer.x, {&layer.weight}, ctx);
+  const Tensor y = layer.result({tokens, n}), dx = layer.result({tokens, k});
+  LinearSaved saved;
+  linear_forward(y, layer.x, x8, layer.weight, &lora, {}, &saved, ctx);
+  EXPECT_EQ(saved.x.data, layer.x.view().data);
+  linear_backward(dx, layer.dy, saved, layer.weight, &lora, false, ColumnwisePolicy::kRelease, ctx);
+
+  const Doubles xa = product(layer.x_values, layer.a_values, tokens, rank, k);
+  const Doubles dxa =
+      product(layer.dy_values, transposed(layer.b_values, n, rank), tokens, rank, n);
+  const auto close = [&](const Doubles& got, const Doubles& want) {
+    const double rounding = 4 * testing::kRounding<T> + 0x1p-12;
+    testing::expect_close(got, want, rounding * testing::largest(want), rounding);
+  };
+  Doubles expected = product(layer.x8_values, layer.w_values, tokens, n, k);
+  const Doubles branch = product(xa, layer.b_values, tokens, n, rank);
+  for (size_t i = 0; i < expected.size(); ++i)
+    expected[i] += 2 * branch[i];
+  close(layer.values(y), expected);
+
+  expected = product(layer.dy8_values, transposed(layer.w_values, n, k), tokens, k, n);
+  const Doubles back = product(dxa, transposed(layer.a_values, rank, k), tokens, k, rank);
+  for (size_t i = 0; i < expected.size(); ++i)
+    expected[i] += 2 * back[i];
+  close(layer.values(dx), expected);
+
+  Doubles grad_b = product(transposed(layer.dy_values, tokens, n), transposed(xa, tokens, rank), n,
+                           rank, tokens);
+  Doubles grad_a = product(transposed(dxa, tokens, rank), transposed(layer.x_values, tokens, k),
+                           rank, k, tokens);
+  for (double& value : grad_a)
+    value *= 2;
+  for (double& value : grad_b)
+    value *= 2;
+  close(testing::widened(layer.bench.template download<float>(layer.grad_b)), grad_b);
+  close(testing::widened(layer.bench.template download<float>(layer.grad_a)), grad_a);
+}
+
+TEST(LinearPolicy, ReleaseLeavesNoColumnwiseCopyAndChangesNoBit) {
+  Fp8Layer<bf16> layer(32, 256, 384);
+  Context& ctx = layer.bench.ctx;
+  Arena& arena = layer.bench.arena;
+  const Tensor released = layer.result({32, 384}), kept = layer.result({32, 384});
+  arena.reset_peak();
+  linear_backward(released, layer.dy, {}, layer.weight, nullptr, false, ColumnwisePolicy::kRelease,
+                  ctx);
+  EXPECT_EQ(layer.matrix.usage(), (Usage{.rowwise = true, .columnwise = false}));
+  EXPECT_EQ(arena.bytes(Category::kColumnwise).now, 0);
+  EXPECT_EQ(arena.bytes(Category::kColumnwise).peak, 256 * 384);
+  linear_backward(kept, layer.dy, {}, layer.weight, nullptr, false, ColumnwisePolicy::kResident,
+                  ctx);
+  EXPECT_EQ(layer.matrix.usage(), (Usage{.rowwise = true, .columnwise = true}));
+  EXPECT_EQ(arena.bytes(Category::kColumnwise).now, 256 * 384);
+  EXPECT_EQ(layer.values(released), layer.values(kept));
+}
+
+TEST(LinearPolicy, WithoutDxNoColumnwiseCopyIsMade) {
+  Fp8Layer<bf16> layer(32, 128, 256);
+  Context& ctx = layer.bench.ctx;
+  const LoraFactors lora = layer.lora();
+  const QuantizedInput x8 = quantize_input(layer.x, {&layer.weight}, ctx);
+  const Tensor y = layer.result({32, 128});
+  LinearSaved saved;
+  linear_forward(y, layer.x, x8, layer.weight, &lora, {}, &saved, ctx);
+  layer.bench.arena.reset_peak();
+  linear_backward(View{}, layer.dy, saved, layer.weight, &lora, false, ColumnwisePolicy::kRelease,
+                  ctx);
+  EXPECT_EQ(layer.bench.arena.bytes(Category::kColumnwise).peak, 0);
+  EXPECT_GT(testing::largest(testing::widened(layer.bench.download<float>(layer.grad_a))), 0);
+}
+
+TEST(LinearPolicy, DirectSaysThatItIsNotThere) {
+  Fp8Layer<bf16> layer(32, 128, 256);
+  const Tensor dx = layer.result({32, 256});
+  EXPECT_THROW(linear_backward(dx, layer.dy, {}, layer.weight, nullptr, false,
+                               ColumnwisePolicy::kDirect, layer.bench.ctx),
+               ConfigError);
+}
+
+TEST(LinearPolicy, ACopyThatCannotBeRebuiltIsNotReleased) {
+  Fp8Layer<bf16> layer(32, 128, 256, Grouping::k1x128);
+  Bench& bench = layer.bench;
+  Tensor wide =
+      bench.upload(testing::narrowed<float>(transposed(layer.w_values, 128, 256)), {256, 128});
+  auto [codes, scales] = layer.quantized(wide, Grouping::k1x128);
+  layer.matrix.own_columnwise(std::move(codes), std::move(scales));
+  const Tensor dx = layer.result({32, 256});
+  linear_backward(dx, layer.dy, {}, layer.weight, nullptr, false, ColumnwisePolicy::kRelease,
+                  bench.ctx);
+  EXPECT_EQ(layer.matrix.usage(), (Usage{.rowwise = true, .columnwise = true}));
+}
+
+TEST(Linear, RefusesWhatDoesNotFit) {
+  Fp8Layer<bf16> layer(32, 128, 256);
+  Context& ctx = layer.bench.ctx;
+  const Tensor y = layer.result({32, 128});
+  EXPECT_THROW(linear_forward(y, layer.x, {}, layer.weight, nullptr, {}, nullptr, ctx), LogicError);
+  const Tensor narrow = layer.result({32, 127});
+  EXPECT_THROW(linear_forward(narrow, layer.x, {}, layer.weight, nullptr, {}, nullptr, ctx),
+               ShapeError);
+  const LoraFactors lora = layer.lora();
+  EXPECT_THROW(linear_backward(View{}, layer.dy, {}, layer.weight, &lora, false,
+                               ColumnwisePolicy::kRelease, ctx),
+               LogicError);
+  LinearWeight wrong = layer.weight;
+  wrong.n = 100;
+  EXPECT_THROW(linear_forward(y, layer.x, {}, wrong, nullptr, {}, nullptr, ctx), ShapeError);
+}
+
+TEST(Linear, PlainReadersNeedNoQuantisedInput) {
+  Bench bench;
+  const Tensor w = bench.upload(std::vector<float>(12, 1), {3, 4});
+  const Tensor x = bench.upload(std::vector<float>(8, 1), {2, 4});
+  const LinearWeight plain{.name = "plain", .n = 3, .k = 4, .plain = w, .bias = {}};
+  EXPECT_FALSE(quantize_input(x, {&plain, &plain}, bench.ctx));
+}
+
+}  // namespace
+}  // namespace rowshard

@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kPortsTried = 8;
 constexpr uint64_t kMagic = 0x3164726168737772;  // "rwshard1"
-constexpr double kHelloSeconds = 2;              // what answers no faster is not one of us
+constexpr double kHelloSeconds = 1;              // what answers no faster is not one of us
 
 struct Hello {
   uint64_t magic;
@@ -104,7 +104,8 @@ class Rendezvous {
         continue;  // somebody else's
       }
       const bool fits = theirs.size == launch_.world_size && theirs.rank > 0 &&
-                        theirs.rank < theirs.size && !sockets_[theirs.rank];
+                        theirs.rank < theirs.size &&
+                        (!sockets_[theirs.rank] || sockets_[theirs.rank].hung_up());
       if (!fits) {
         refuse(socket, message("rank ", theirs.rank, " of ", theirs.size, " came to a job of ",
                                launch_.world_size, " ranks, or came twice"));

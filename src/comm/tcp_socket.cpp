@@ -85,6 +85,11 @@ bool Socket::readable(const Deadline& deadline) const {
   return wait_for(fd_, POLLIN, deadline);
 }
 
+bool Socket::hung_up() const {
+  pollfd entry{fd_, POLLRDHUP, 0};
+  return poll(&entry, 1, 0) > 0;
+}
+
 Socket Socket::accept() const {
   Socket socket(::accept(fd_, nullptr, nullptr));
   if (socket)

@@ -29,6 +29,8 @@ class Socket {
   bool write(const void* data, size_t bytes, const Deadline& deadline) const;
   /// True when there is something to accept or read before the deadline.
   bool readable(const Deadline& deadline) const;
+  /// The other side has closed or died.
+  bool hung_up() const;
   Socket accept() const;  // empty when nobody is there
   /// Address of the other side, as digits; "loopback" for any form of it.
   std::string peer_address() const;

@@ -1,4 +1,3 @@
-#include <poll.h>
 #include <sys/socket.h>
 
 #include <cerrno>
@@ -113,8 +112,7 @@ class TcpTransport : public Transport {
     for (int index = 0; index < size(); ++index) {
       if (index == rank())
         continue;
-      pollfd entry{peers_[index].socket.fd(), POLLRDHUP, 0};
-      if (poll(&entry, 1, 0) > 0)
+      if (peers_[index].socket.hung_up())
         return closed_connection(index);
     }
     return std::nullopt;

@@ -64,6 +64,7 @@ std::string HostOperation::waiting_for() const {
 void HostEngine::start(std::shared_ptr<HostOperation> operation) {
   ROWSHARD_CHECK(failure_.empty(), CommError, failure_);
   active_.push_back(std::move(operation));
+  transport_->check_peers();  // lets bytes leave now
 }
 
 void HostEngine::poll() {

@@ -259,6 +259,23 @@ TEST_F(CommunicatorTest, ResultIsThereOnceAnEventRecordedAfterItIsWaitedFor) {
   }
 }
 
+TEST_F(CommunicatorTest, ReductionsWaitedForInDifferentOrdersDoNotDeadlock) {
+  // The second phase of each needs every rank to go on with it while it waits for the other one.
+  auto first = world().communicator("first");
+  auto second = world().communicator("second");
+  Stream first_stream(device(), "first");
+  Stream second_stream(device(), "second");
+  const Tensor a = bench.upload(std::vector<float>(100000, 1.0f), {100000});
+  const Tensor b = bench.upload(std::vector<float>(100000, 2.0f), {100000});
+  first->all_reduce(a, Reduction::kSum, first_stream);
+  second->all_reduce(b, Reduction::kSum, second_stream);
+  Stream* order[] = {&first_stream, &second_stream};
+  order[rank() % 2]->synchronize();
+  order[1 - rank() % 2]->synchronize();
+  EXPECT_EQ(bench.download<float>(a), std::vector<float>(100000, 1.0f * size()));
+  EXPECT_EQ(bench.download<float>(b), std::vector<float>(100000, 2.0f * size()));
+}
+
 TEST_F(CommunicatorTest, HostLeavesTheResultPendingSoThatAForgottenWaitShows) {
   if (device().is_cuda())
     GTEST_SKIP() << "about the host's streams";

@@ -20,8 +20,9 @@ using testing::ScopedEnvironment;
 
 int next_port() {
   static int port = 0;
+  // Below the ports that the kernel hands out itself, and apart from another run of this test.
   if (port == 0)
-    port = 20000 + static_cast<int>(getpid() % 1000) * 40;
+    port = 10000 + static_cast<int>(getpid() % 150) * 140;
   return port += 10;
 }
 
@@ -229,6 +230,24 @@ TEST(TcpWorld, AStuckRankIsNamedWithTheCollectiveInsideTheDeadline) {
               std::string::npos)
         << said[rank];
   }
+}
+
+TEST(TcpWorld, SurveyTellsWhoAnswers) {
+  const auto said = run_job(3, [](World& world) -> std::string {
+    if (world.rank() == 1) {
+      sleep(1);
+      world.bootstrap().abandon();
+      return "slept";
+    }
+    std::string heard;
+    for (const auto& answer : world.bootstrap().survey(message("I am ", world.rank()), 0.5)) {
+      heard += answer.value_or("nothing") + ";";
+    }
+    world.bootstrap().abandon();
+    return heard;
+  });
+  EXPECT_EQ(said[0], "I am 0;nothing;I am 2;");
+  EXPECT_EQ(said[2], "I am 0;nothing;I am 2;");
 }
 
 TEST(TcpWorld, DifferentCollectivesAreFoundOut) {

@@ -1,0 +1,56 @@
+#include <limits>
+
+#include "layers/dispatch.h"
+#include "layers/embedding.h"
+#include "layers/kernel.cuh"
+
+namespace rowshard::cuda {
+namespace {
+
+template <typename To, typename From, int kWidth>
+__global__ void lookup_kernel(To* y, const From* table, const int32_t* ids, int64_t vocabulary,
+                              int64_t width) {
+  const int64_t token = blockIdx.x;
+  const int64_t id = ids[token];
+  const bool known = id >= 0 && id < vocabulary;
+  const From* from = table + (known ? id : 0) * width;
+  To* to = y + token * width;
+  for (int64_t i = threadIdx.x * kWidth; i < width; i += blockDim.x * kWidth) {
+    const auto in = load<kWidth>(from + i);
+    Pack<To, kWidth> out;
+    for (int e = 0; e < kWidth; ++e) {
+      out.values[e] =
+          static_cast<To>(known ? widen(in.values[e]) : std::numeric_limits<float>::quiet_NaN());
+    }
+    store(to + i, out);
+  }
+}
+
+template <typename To, typename From>
+void launch(const View& y, const ConstView& table, const ConstView& ids, Stream& stream) {
+  const int64_t width = y.dim(1);
+  const auto run = [&]<int kWidth>() {
+    lookup_kernel<To, From, kWidth>
+        <<<static_cast<unsigned>(y.dim(0)), threads_for_row(width / kWidth, 256), 0,
+           native(stream)>>>(y.as<To>(), table.as<From>(), ids.as<int32_t>(), table.dim(0), width);
+  };
+  // The wider type decides: a pack of both must not exceed 16 bytes.
+  wide<To>(width, {y.data, table.data}) ? run.template operator()<kWide<To>>()
+                                        : run.template operator()<1>();
+}
+
+}  // namespace
+
+void embedding_lookup(const View& y, const ConstView& table, const ConstView& ids, Stream& stream) {
+  if (y.dtype != table.dtype) {
+    launch<float, bf16>(y, table, ids, stream);
+  } else {
+    for_cuda_type(y.dtype, "embedding_lookup", [&](auto type) {
+      using T = decltype(type);
+      launch<T, T>(y, table, ids, stream);
+    });
+  }
+  CUDA_CHECK_LAUNCH("embedding_lookup");
+}
+
+}  // namespace rowshard::cuda

@@ -1,0 +1,9 @@
+#include "fp8/quantize_kernel.cuh"
+
+namespace rowshard::cuda {
+
+void quantize_mx_32x32(const QuantizeParams& p, Fp8Format format, DType x, Stream& stream) {
+  quantize_grouping<Grouping::kMx32x32>(p, format, x, stream);
+}
+
+}  // namespace rowshard::cuda

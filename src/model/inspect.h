@@ -15,7 +15,7 @@ struct Inspection {
     int64_t elements = 0;
     int64_t bytes = 0;
   };
-  std::string kind;                                        // "model" or "adapter"
+  std::string kind;  // "model", "adapter", "tokens" (a token file) or "tensors" (another file)
   std::vector<std::pair<std::string, std::string>> facts;  // "model_type" -> "llama", in order
   std::vector<Group> groups;                               // largest first
   int64_t parameters = 0;                                  // elements, without FP8 scales
@@ -24,8 +24,9 @@ struct Inspection {
   std::string json() const;  // one object
 };
 
-/// A directory with adapter_config.json, or with config.json. A model we cannot train is still
-/// described, with the reason as a fact; damaged files are a ConfigError.
-Inspection inspect(const std::filesystem::path& directory);
+/// A directory with config.json or adapter_config.json, or one safetensors file. A model or adapter
+/// we cannot use is still described, with the reason under "usable"; damaged files are a
+/// ConfigError.
+Inspection inspect(const std::filesystem::path& path);
 
 }  // namespace rowshard

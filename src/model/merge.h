@@ -16,10 +16,16 @@ struct MergeOptions {
   int64_t max_shard_bytes = int64_t{5} << 30;
 };
 
+struct MergeSummary : CheckpointSummary {
+  /// How much of the update survived the rounding to bf16: <W' - W, d> / <d, d> over all merged
+  /// weights, d = scale x B A. 1 is all; far below 1, the update is too small for bf16.
+  double update_kept = 1;
+};
+
 /// ConfigError when the adapter has a module that the base has not, or shapes differ.
-CheckpointSummary merge_checkpoint(const std::filesystem::path& base,
-                                   const std::filesystem::path& adapter,
-                                   const std::filesystem::path& destination,
-                                   const MergeOptions& options = {});
+MergeSummary merge_checkpoint(const std::filesystem::path& base,
+                              const std::filesystem::path& adapter,
+                              const std::filesystem::path& destination,
+                              const MergeOptions& options = {});
 
 }  // namespace rowshard

@@ -54,8 +54,10 @@ __global__ void __launch_bounds__(kRowThreads)
       mine.add(widen(in.values[e]));
   }
   mine = warp_merge(mine);
-  if (threadIdx.x % 32 == 0)
-    warps[threadIdx.x / 32] = mine;
+  if (threadIdx.x % 32 == 0) {
+    maxima[threadIdx.x / 32] = mine.maximum;
+    totals[threadIdx.x / 32] = mine.total;
+  }
   if (threadIdx.x == 0) {
     // Read before the row is replaced, which starts after the barrier.
     losses[row] = label >= 0 && label < width ? widen(z[label]) : NAN;

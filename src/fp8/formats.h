@@ -71,20 +71,22 @@ ROWSHARD_HD inline uint8_t encode(float value) {
 }
 
 ROWSHARD_HD inline float decode_e4m3(uint8_t code) {
-  const uint32_t sign = static_cast<uint32_t>(code & 0x80u) << 24;
-  const uint32_t magnitude = code & 0x7fu;
-  if (magnitude == 0x7fu) {
-    return std::bit_cast<float>(sign | 0x7fc00000u);
-  }
+  const int32_t magnitude = code & 0x7f;
   // Below 2^-6 the mantissa counts steps of 2^-9.
-  const float value = magnitude < 8 ? static_cast<float>(magnitude) * 0x1p-9f
-                                    : std::bit_cast<float>((magnitude << 20) + (120u << 23));
-  return std::bit_cast<float>(std::bit_cast<uint32_t>(value) | sign);
+  const int32_t subnormal = std::bit_cast<int32_t>(static_cast<float>(magnitude) * 0x1p-9f);
+  const int32_t normal = (magnitude << 20) + (120 << 23);
+  const int32_t finite = detail::select(magnitude < 8, subnormal, normal);
+  const int32_t value = detail::select(magnitude == 0x7f, 0x7fc00000, finite);
+  return std::bit_cast<float>(static_cast<uint32_t>(value) | (code & 0x80u) << 24);
 }
 ROWSHARD_HD inline float decode_e5m2(uint8_t code) {
-  f16 half;  // an e5m2 value is the upper half of an fp16
-  half.bits = static_cast<uint16_t>(code << 8);
-  return static_cast<float>(half);
+  const int32_t magnitude = code & 0x7f;
+  const int32_t subnormal = std::bit_cast<int32_t>(static_cast<float>(magnitude) * 0x1p-16f);
+  const int32_t normal = (magnitude << 21) + (112 << 23);
+  const int32_t finite = detail::select(magnitude < 4, subnormal, normal);
+  const int32_t special = (magnitude << 21) + (224 << 23);  // infinity, or a NaN with its payload
+  const int32_t value = detail::select(magnitude >= 0x7c, special, finite);
+  return std::bit_cast<float>(static_cast<uint32_t>(value) | (code & 0x80u) << 24);
 }
 template <Fp8Format kFormat>
 ROWSHARD_HD inline float decode(uint8_t code) {

@@ -242,10 +242,9 @@ void quantize(const Fp8View* rowwise, const Fp8View* columnwise, const ConstView
   }
 }
 
-template <typename T>
-void dequantize_to(T* y, const ConstFp8View& x) {
+template <Fp8Format kFormat, typename T>
+void dequantize_as(T* y, const ConstFp8View& x) {
   const auto* codes = static_cast<const uint8_t*>(x.codes.data);
-  const float* table = decode_table(format_of(x.codes.dtype));
   const ScaleGrid grid(x);
   const int64_t outer = x.outer(), inner = x.inner(), block = inner_block(x.grouping);
 #pragma omp parallel for if (outer * inner > kParallelElements)
@@ -253,10 +252,21 @@ void dequantize_to(T* y, const ConstFp8View& x) {
     for (int64_t begin = 0; begin < inner; begin += block) {
       const float scale = grid.at(o, begin / block);
       const int64_t end = std::min(begin + block, inner);
+      const uint8_t* from = codes + o * inner;
+      T* to = y + o * inner;
       for (int64_t i = begin; i < end; ++i) {
-        y[o * inner + i] = static_cast<T>(table[codes[o * inner + i]] * scale);
+        to[i] = static_cast<T>(decode<kFormat>(from[i]) * scale);
       }
     }
+  }
+}
+
+template <typename T>
+void dequantize_to(T* y, const ConstFp8View& x) {
+  if (x.codes.dtype == DType::kE4M3) {
+    dequantize_as<Fp8Format::kE4M3>(y, x);
+  } else {
+    dequantize_as<Fp8Format::kE5M2>(y, x);
   }
 }
 

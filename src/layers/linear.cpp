@@ -27,12 +27,12 @@ Grouping activation_grouping(const Fp8Matrix& weight) {
   return is_mx(weight.grouping()) ? Grouping::kMx1x32 : Grouping::k1x128;
 }
 
-QuantizedInput quantize_rowwise(const ConstView& x, Grouping grouping, const char* name,
-                                Context& ctx) {
+QuantizedInput quantize_rowwise(const ConstView& x, Grouping grouping, Category category,
+                                const char* name, Context& ctx) {
   QuantizedInput result;
   result.grouping = grouping;
-  result.codes = ctx.arena.tensor(Category::kActivations, name, DType::kE4M3, x.shape);
-  result.scales = ctx.arena.tensor(Category::kActivations, name, scale_dtype(grouping),
+  result.codes = ctx.arena.tensor(category, name, DType::kE4M3, x.shape);
+  result.scales = ctx.arena.tensor(category, name, scale_dtype(grouping),
                                    gemm_scale_shape(grouping, x.dim(0), x.dim(1)));
   const Fp8View view{result.codes, result.scales, grouping};
   quantize(&view, nullptr, x, {}, ctx.stream);
@@ -103,7 +103,8 @@ void base_backward(const View& dx, const ConstView& dy, const LinearWeight& weig
                  "columnwise policy `direct` is not in this build yet (", weight.name,
                  "); use `release` or `resident`");
   Fp8Matrix& matrix = *weight.fp8;
-  const QuantizedInput dy8 = quantize_rowwise(dy, activation_grouping(matrix), "linear.dy8", ctx);
+  const QuantizedInput dy8 =
+      quantize_rowwise(dy, activation_grouping(matrix), Category::kWorkspace, "linear.dy8", ctx);
   matrix.update_usage(std::nullopt, true, ctx);
   fp8_gemm(dx, dy8.view(), matrix.columnwise(), {.beta = beta, .bias = std::nullopt}, ctx);
   if (policy == ColumnwisePolicy::kRelease && rebuildable(matrix.grouping())) {
@@ -127,7 +128,8 @@ QuantizedInput quantize_input(const ConstView& x,
   }
   if (!first)
     return {};
-  return quantize_rowwise(x, activation_grouping(*first->fp8), "linear.x8", ctx);
+  return quantize_rowwise(x, activation_grouping(*first->fp8), Category::kActivations, "linear.x8",
+                          ctx);
 }
 
 void linear_forward(const View& y, const ConstView& x, const QuantizedInput& x8,

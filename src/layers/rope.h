@@ -36,7 +36,7 @@ enum class RopeDirection { kForward, kBackward };
 
 /// Turns x [T, heads, D] (f64 host only, f32, bf16) in place; kBackward turns by the negative
 /// angle, which is the gradient. positions [T] i32, each below table.max_position(): the host
-/// throws ShapeError on one that is not; on cuda the caller has made sure (Segments does).
+/// throws ShapeError on one that is not; for cuda the caller compares segments.longest() with it.
 void rope(const View& x, const ConstView& positions, const RopeTable& table,
           RopeDirection direction, Stream& stream);
 

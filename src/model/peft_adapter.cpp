@@ -23,7 +23,7 @@ constexpr const char* kPrefix = "base_model.model.";
 constexpr const char* kTailA = ".lora_A.weight";
 constexpr const char* kTailB = ".lora_B.weight";
 // The release of peft whose key set the written configuration has.
-constexpr const char* kPeftVersion = "0.17.0";
+constexpr const char* kPeftVersion = "0.18.0";
 
 bool ends_with(const std::string& text, const std::string& tail) {
   return text.size() >= tail.size() &&

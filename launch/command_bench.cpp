@@ -46,9 +46,11 @@ bool parse(int argc, char** argv, BenchOptions& options) {
 
 void report(const World& world, const std::vector<CollectiveResult>& results,
             const BenchOptions& options) {
-  std::printf("%d ranks on %s%s%s, contents verified\n", world.size(),
-              to_string(world.device().kind), world.device().is_cuda() ? " over " : "",
-              world.device().is_cuda() ? to_string(world.transport()) : "");
+  const std::string transport = world.device().is_cuda()            ? to_string(world.transport())
+                                : uses_mpi(world.launch().launcher) ? "mpi"
+                                                                    : "tcp";
+  std::printf("%d ranks on %s over %s, contents verified\n", world.size(),
+              to_string(world.device().kind), transport.c_str());
   std::printf("%-16s %10s %10s %12s\n", "collective", "MiB", "ms", "bus GB/s");
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   for (const CollectiveResult& r : results) {
@@ -66,7 +68,7 @@ void report(const World& world, const std::vector<CollectiveResult>& results,
                                       {"ranks", world.size()},
                                       {"launcher", to_string(world.launch().launcher)},
                                       {"device", device_name(world.device())},
-                                      {"transport", to_string(world.transport())},
+                                      {"transport", transport},
                                       {"results", rows}};
   std::ofstream out(options.json);
   out << all.dump(2) << "\n" << std::flush;
@@ -80,6 +82,8 @@ int command_bench(int argc, char** argv) {
   if (!parse(argc, argv, options))
     return 0;
   return run_on_ranks(options.device, options.transport, [&](World& world) {
+    world.agree("bench options", message("--mib ", options.collectives.mebibytes, " --repeats ",
+                                         options.collectives.repeats));
     const auto results = bench_collectives(world, options.collectives);
     if (world.rank() == 0)
       report(world, results, options);

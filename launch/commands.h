@@ -5,8 +5,11 @@
 namespace rowshard {
 
 int command_finetune(int argc, char** argv);
+int command_quantize(int argc, char** argv);
+int command_merge(int argc, char** argv);
 int command_evaluate(int argc, char** argv);
 int command_generate(int argc, char** argv);
 int command_bench(int argc, char** argv);
+int command_inspect(int argc, char** argv);
 
 }  // namespace rowshard

@@ -20,9 +20,12 @@ struct Command {
 
 constexpr Command kCommands[] = {
     {"finetune", "train LoRA adapters on a frozen, sharded FP8 base", command_finetune},
+    {"quantize", "a bf16 checkpoint made into a block-FP8 one", command_quantize},
+    {"merge", "a base and its adapter made into one bf16 model", command_merge},
     {"evaluate", "loss and perplexity of a token file", command_evaluate},
     {"generate", "continue a prompt greedily", command_generate},
     {"bench", "measure collectives", command_bench},
+    {"inspect", "what a model, an adapter or a safetensors file holds", command_inspect},
 };
 
 void print_usage(std::ostream& out) {

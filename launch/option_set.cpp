@@ -84,7 +84,7 @@ void OptionSet::add_text(const std::string& name, const std::string& value, std:
     help += " (default: " + shown_default + ")";
   auto* semantic = po::value<std::string>()->value_name(value);
   if (flags_.count(name))
-    semantic->implicit_value("true", "");
+    semantic->zero_tokens();
   sections_.back().add_options()(name.c_str(), semantic, help.c_str());
   setters_.emplace_back(name, std::move(setter));
 }
@@ -155,7 +155,7 @@ void OptionSet::flag(const std::string& name, const std::string& help, bool& tar
   flags_.insert(name);
   add_text(name, "", help, "", [&target, name](const std::string& text) {
     ROWSHARD_CHECK(text == "true" || text == "false", ConfigError, "--", name, "=", text,
-                   ": use true or false, or nothing");
+                   ": use true or false");
     target = text == "true";
   });
 }
@@ -200,7 +200,7 @@ void OptionSet::read_command_line(int argc, char** argv, Given& given) {
   const int how = style::allow_long | style::long_allow_adjacent | style::long_allow_next |
                   style::allow_short | style::allow_dash_for_short | style::short_allow_next;
   try {
-    const auto parsed = po::command_line_parser(argc - 1, argv + 1).options(all).style(how).run();
+    const auto parsed = po::command_line_parser(argc, argv).options(all).style(how).run();
     for (const auto& option : parsed.options) {
       if (option.position_key == -1) {
         given.emplace_back(option.string_key, option.value.empty() ? "true" : option.value[0]);
@@ -215,9 +215,10 @@ void OptionSet::read_command_line(int argc, char** argv, Given& given) {
     }
   } catch (const po::unknown_option& error) {
     unknown(without_dashes(error.get_option_name()), "");
-  } catch (const po::error_with_option_name& error) {
+  } catch (const po::invalid_command_line_syntax& error) {
+    const bool extra = error.kind() == po::invalid_command_line_syntax::extra_parameter;
     throw ConfigError(message("--", without_dashes(error.get_option_name()),
-                              ": needs a value (one, as --name value or --name=value)"));
+                              extra ? " takes no value" : " needs a value"));
   } catch (const po::error& error) {
     throw ConfigError(error.what());
   }

@@ -53,7 +53,7 @@ class OptionSet {
     add_text(name, values, help, to_string(target),
              [&target, parse](const std::string& text) { target = parse(text); });
   }
-  /// Off unless named: --json.
+  /// Off unless named (--json); `json = true` in a file.
   void flag(const std::string& name, const std::string& help, bool& target);
 
   /// At most one of the two, in one source; a name on the command line silences the other one in

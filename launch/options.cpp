@@ -113,7 +113,7 @@ void add_finetune(OptionSet& set, FinetuneOptions& options) {
           "checkpoint, or start anew",
           options.resume);
 
-  set.section("Looking");
+  set.section("Trace and trial");
   set.add("trace", "FILE", "timeline of gathers, rebuilds, GEMMs and reductions, Chrome's format",
           options.trace);
 }

@@ -1,11 +1,9 @@
 #include "ranks.h"
 
-#include <chrono>
+#include <algorithm>
 #include <iostream>
-#include <thread>
+#include <optional>
 
-#include "comm/host_engine.h"
-#include "comm/transport.h"
 #include "core/log.h"
 #include "failure.h"
 #include "finetune/job.h"
@@ -14,27 +12,28 @@ namespace rowshard {
 
 namespace {
 
-// All ranks read the same options and files, so a ConfigError of one is mostly that of all. Rank 0
-// speaks; another rank waits this long for rank 0 to end the job before it speaks itself.
-constexpr std::chrono::seconds kGrace{2};
+// All ranks read the same options and files, so what is wrong with them is mostly wrong on all.
+// Each asks the others for so long whether they met it too.
+constexpr double kSurveySeconds = 2;
+
+enum class Met { kByAll, kByRankZeroToo, kAlone };
+
+Met who_met(const std::string& text, Bootstrap& bootstrap) {
+  const auto answers = bootstrap.survey(text, kSurveySeconds);
+  const auto same = [&](const std::optional<std::string>& answer) { return answer == text; };
+  if (std::ranges::all_of(answers, same))
+    return Met::kByAll;
+  return bootstrap.rank() != 0 && same(answers[0]) ? Met::kByRankZeroToo : Met::kAlone;
+}
 
 int end_job(const std::exception& error, World& world) {
-  world.bootstrap().abandon();  // nobody waits for this rank's goodbye
-  const bool shared = exit_code(error) != kExitFailure;
-  if (shared && world.rank() == 0) {
+  const bool from_input = exit_code(error) != kExitFailure;
+  const Met met = from_input ? who_met(error.what(), world.bootstrap()) : Met::kAlone;
+  if (met == Met::kAlone || world.rank() == 0)
     print_failure(error, world.launch());
-    return exit_code(error);
-  }
-  if (shared) {
-    std::this_thread::sleep_for(kGrace);
-    try {
-      world.bootstrap().engine().transport().check_peers();
-    } catch (const CommError&) {
-      return exit_code(error);  // rank 0 has gone, and has said why
-    }
-  }
-  print_failure(error, world.launch());
-  world.abort(error.what());
+  if (met != Met::kByAll)
+    world.abort(error.what());
+  world.bootstrap().abandon();  // nobody waits for this rank's goodbye
   return exit_code(error);
 }
 

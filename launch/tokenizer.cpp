@@ -8,6 +8,7 @@
 #include <charconv>
 #include <cstring>
 #include <filesystem>
+#include <sstream>
 
 #include "core/error.h"
 
@@ -82,10 +83,11 @@ std::string run_tokenize(std::vector<std::string> arguments) {
 }  // namespace
 
 std::string join_ids(const std::vector<int32_t>& ids) {
-  std::string text;
-  for (int32_t id : ids)
-    text += (text.empty() ? "" : ",") + std::to_string(id);
-  return text;
+  std::ostringstream text;
+  for (size_t i = 0; i < ids.size(); ++i) {
+    text << (i ? "," : "") << ids[i];
+  }
+  return text.str();
 }
 
 std::vector<int32_t> encode_text(const std::string& model, const std::string& text, bool chat) {

@@ -9,15 +9,13 @@
 
 namespace rowshard {
 
-namespace {
-
-BatchOptions batch_options(const FinetuneOptions& options, const Job& job, int64_t seq_len) {
+BatchOptions batch_options(const FinetuneOptions& options, int data_ranks, int64_t seq_len) {
   BatchOptions batches;
   batches.seq_len = seq_len;
   batches.packing = options.packing;
   batches.micro_batch_size = options.micro_batch_size;
   batches.grad_accum = options.grad_accum;
-  batches.dp_size = job.mesh().data_parallel();
+  batches.dp_size = data_ranks;
   batches.seed = options.seed;
   return batches;
 }
@@ -32,13 +30,13 @@ AdapterConfig adapter_config(const FinetuneOptions& options) {
   return config;
 }
 
-}  // namespace
-
 Trainer::Trainer(Job& job, const FinetuneOptions& options, const TokenFile& data)
     : job_(job),
       options_(options),
-      batches_(data, batch_options(options, job, resolve_seq_len(options.seq_len, job.config())),
-               job.config().max_position_embeddings),
+      batches_(
+          data,
+          batch_options(options, job.data_size(), resolve_seq_len(options.seq_len, job.config())),
+          job.config().max_position_embeddings),
       max_steps_(options.max_steps > 0 ? options.max_steps
                                        : batches_.steps_for_epochs(options.epochs)),
       schedule_(options.lr_schedule, options.lr, options.warmup_steps, max_steps_) {
@@ -123,8 +121,9 @@ namespace {
 
 std::string describe_counts(const Batches& batches) {
   return message(batches.samples(), " samples, ", batches.rows(0), " rows an epoch",
-                 batches.dropped() > 0
-                     ? message(" (", batches.dropped(), " samples left out: too long or untrained)")
+                 batches.usable().too_long + batches.usable().untrained > 0
+                     ? message(" (", batches.usable().too_long + batches.usable().untrained,
+                               " samples left out: too long or untrained)")
                      : std::string());
 }
 

@@ -13,6 +13,9 @@
 
 namespace rowshard {
 
+BatchOptions batch_options(const FinetuneOptions& options, int data_ranks, int64_t seq_len);
+AdapterConfig adapter_config(const FinetuneOptions& options);
+
 class Trainer {
  public:
   Trainer(Job& job, const FinetuneOptions& options, const TokenFile& data);

@@ -1,0 +1,165 @@
+#include "finetune/memory_plan.h"
+
+#include <algorithm>
+#include <iomanip>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "comm/mesh.h"
+#include "comm/plan_communicator.h"
+#include "finetune/adapter_optimizer.h"
+#include "finetune/batches.h"
+#include "finetune/job.h"
+#include "finetune/trainer.h"
+
+namespace rowshard {
+
+namespace {
+
+// The micro-batches whose step is planned: the largest of the first epoch, or a full one.
+std::vector<MicroBatch> planned_batches(const FinetuneOptions& options, const ModelConfig& config,
+                                        int data_ranks) {
+  const int64_t seq_len = resolve_seq_len(options.seq_len, config);
+  if (!options.data.empty()) {
+    const TokenFile file = TokenFile::open(options.data, config.vocab_size);
+    const Batches batches(file, batch_options(options, data_ranks, seq_len),
+                          config.max_position_embeddings);
+    MicroBatch most_tokens, most_labels;
+    DataPosition position;
+    const int64_t steps =
+        options.max_steps > 0 ? options.max_steps : batches.steps_for_epochs(options.epochs);
+    for (int64_t step = 0; step < steps; ++step) {
+      for (int rank = 0; rank < data_ranks; ++rank) {
+        for (int64_t k = 0; k < options.grad_accum; ++k) {
+          MicroBatch batch = batches.micro_batch(position, rank, k);
+          if (batch.tokens() > most_tokens.tokens())
+            most_tokens = batch;
+          if (batch.valid_tokens > most_labels.valid_tokens)
+            most_labels = std::move(batch);
+        }
+      }
+      position = batches.advance(position);
+    }
+    return {most_tokens, most_labels};
+  }
+  MicroBatch full;
+  for (int64_t row = 0; row <= options.micro_batch_size; ++row) {
+    full.cu_seqlens.push_back(static_cast<int32_t>(row * seq_len));
+  }
+  full.input_ids.assign(options.micro_batch_size * seq_len, 0);
+  full.labels = full.input_ids;
+  full.valid_tokens = full.tokens();
+  return {full};
+}
+
+int64_t base_parameters(const std::vector<UnitLayout>& units) {
+  int64_t count = 0;
+  for (const UnitLayout& unit : units) {
+    for (const WeightSpec& weight : unit.weights())
+      count += weight.elements();
+  }
+  return count;
+}
+
+}  // namespace
+
+MemoryPlan plan_memory(const FinetuneOptions& options, DeviceKind device) {
+  const ModelConfig config = ModelConfig::load(options.model);
+  const ExecutionOptions& execution = options.execution;
+  const int dp_shard = std::max(1, execution.dp_shard);
+  const Mesh mesh = make_mesh(dp_shard * execution.dp_replicate * execution.tp,
+                              execution.dp_replicate, dp_shard, execution.tp);
+  // Scratch differs between the devices: index 1 stands for cuda (core/matmul.h).
+  const Device plan_device{DeviceKind::kPlan, device == DeviceKind::kCuda ? 1 : 0};
+  Arena arena(plan_device);
+  Stream stream(plan_device);
+  Context ctx{arena, stream};
+  PlanCommunicator gather("gather", mesh.dp_shard, 0, plan_device);
+  PlanCommunicator reduce("reduce", mesh.data_parallel(), 0, plan_device);
+
+  DecoderModel model(config, decoder_options(execution, options.recompute, device), gather, ctx);
+  AdapterSet adapters(config, adapter_config(options), mesh.data_parallel(),
+                      model.options().activations, options.seed, ctx);
+  AdapterOptimizer optimizer(adapters, reduce, options.weight_decay, options.clip_norm, ctx);
+  Tensor loss_sum = arena.tensor(Category::kOptimizer, "loss_sum", DType::kF64, {1});
+
+  const std::vector<MicroBatch> batches = planned_batches(options, config, mesh.data_parallel());
+  MemoryPlan plan;
+  arena.reset_peak();
+  for (const MicroBatch& host : batches) {
+    plan.tokens = std::max(plan.tokens, host.tokens());
+    gather.reset_wire_bytes();
+    const DeviceBatch batch(host.input_ids, host.labels, host.cu_seqlens, ctx);
+    model.train(batch, adapters, 1.0, loss_sum, Dropout{});
+  }
+  reduce.reset_wire_bytes();
+  optimizer.update(0, 1);
+  reduce.all_reduce(loss_sum, Reduction::kSum, stream);
+
+  plan.ranks = mesh.size();
+  plan.trainable = adapters.trainable();
+  plan.units = model.units().layouts();
+  plan.base_parameters = base_parameters(plan.units);
+  plan.usage = model.training_plan(adapters.lowest_block());
+  plan.wire_bytes = gather.wire_bytes() * options.grad_accum + reduce.wire_bytes();
+  const auto planned = [](const CategoryBytes& bytes) {
+    return CategoryPlan{bytes.now, bytes.peak};
+  };
+  for (int i = 0; i < kCategoryCount; ++i) {
+    plan.categories[i] = planned(arena.bytes(static_cast<Category>(i)));
+  }
+  plan.total = planned(arena.total());
+  return plan;
+}
+
+std::string to_table(const MemoryPlan& plan, bool with_usage) {
+  std::ostringstream out;
+  if (with_usage)
+    out << plan.usage.table(plan.units) << "\n";
+  out << plan.base_parameters << " base parameters, " << plan.trainable << " trainable, over "
+      << plan.ranks << " rank(s); largest micro-batch " << plan.tokens << " tokens\n"
+      << "bytes on each rank:\n"
+      << std::left << std::setw(16) << "category" << std::right << std::setw(16) << "steady"
+      << std::setw(16) << "peak"
+      << "\n";
+  const auto row = [&out](const char* name, const CategoryPlan& bytes) {
+    out << std::left << std::setw(16) << name << std::right << std::setw(16) << bytes.steady
+        << std::setw(16) << bytes.peak << "\n";
+  };
+  for (int i = 0; i < kCategoryCount; ++i) {
+    row(to_string(static_cast<Category>(i)), plan.categories[i]);
+  }
+  row("total", plan.total);
+  out << "received over the wire in a step: " << plan.wire_bytes << " bytes\n";
+  return out.str();
+}
+
+std::string to_json(const MemoryPlan& plan) {
+  nlohmann::ordered_json json;
+  json["ranks"] = plan.ranks;
+  json["base_parameters"] = plan.base_parameters;
+  json["trainable_parameters"] = plan.trainable;
+  json["tokens"] = plan.tokens;
+  const auto bytes = [](const CategoryPlan& category) {
+    return nlohmann::ordered_json{{"steady", category.steady}, {"peak", category.peak}};
+  };
+  for (int i = 0; i < kCategoryCount; ++i) {
+    json["memory"][to_string(static_cast<Category>(i))] = bytes(plan.categories[i]);
+  }
+  json["memory"]["total"] = bytes(plan.total);
+  json["wire_bytes"] = plan.wire_bytes;
+  for (const PlanStep& step : plan.usage.steps) {
+    nlohmann::ordered_json entry;
+    entry["unit"] = plan.units[step.use.unit].name();
+    entry["pass"] = to_string(step.use.pass);
+    entry["gather"] = step.gather;
+    entry["prefetch"] = nlohmann::ordered_json::array();
+    for (int unit : step.prefetch)
+      entry["prefetch"].push_back(plan.units[unit].name());
+    entry["after"] = step.release ? "reshard" : "keep";
+    json["usage"].push_back(std::move(entry));
+  }
+  return json.dump(2);
+}
+
+}  // namespace rowshard

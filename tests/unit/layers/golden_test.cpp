@@ -57,7 +57,8 @@ const GoldenTensor& golden(const std::string& name) {
     for (int i = 7; i >= 0; --i)
       length = length << 8 | static_cast<uint8_t>(bytes[i]);
     std::map<std::string, GoldenTensor> tensors;
-    for (const auto& [key, entry] : nlohmann::json::parse(bytes.substr(8, length)).items()) {
+    const nlohmann::json header = nlohmann::json::parse(bytes.substr(8, length));
+    for (const auto& [key, entry] : header.items()) {
       if (key == "__metadata__")
         continue;
       const size_t begin = 8 + length + entry["data_offsets"][0].get<size_t>();

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <map>
 #include <mutex>
+#include <vector>
 
 #include "core/cuda_check.h"
 #include "core/log.h"
@@ -76,6 +77,13 @@ struct Owned {
 };
 using Layout = Owned<cublasLtMatrixLayout_t, cublasLtMatrixLayoutDestroy>;
 
+/// An array, not a vector: nvcc 13.0 fails inside on a container of cuBLASLt's unnamed structs.
+struct Candidates {
+  static constexpr int kMost = 16;
+  cublasLtMatmulHeuristicResult_t list[kMost];
+  int count = 0;
+};
+
 struct Plan {
   Owned<cublasLtMatmulDesc_t, cublasLtMatmulDescDestroy> op;
   Layout a, b, d;
@@ -101,6 +109,11 @@ struct Plan {
     CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&b.handle, cuda_type(key.x), key.k, key.m, key.k));
     CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&d.handle, cuda_type(key.y), key.n, key.m, key.n));
 
+    algorithm = candidates(key, library, 1).list[0].algo;
+  }
+
+  /// What cuBLASLt proposes, best guess first; at least one.
+  Candidates candidates(const Key& key, cublasLtHandle_t library, int most) const {
     Owned<cublasLtMatmulPreference_t, cublasLtMatmulPreferenceDestroy> preference;
     CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference.handle));
     const auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
@@ -112,14 +125,13 @@ struct Plan {
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, static_cast<uint32_t>(key.alignments[1]));
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, static_cast<uint32_t>(key.alignments[2]));
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, static_cast<uint32_t>(key.alignments[2]));
-    cublasLtMatmulHeuristicResult_t found{};
-    int count = 0;
+    Candidates found;
     const cublasStatus_t status =
         cublasLtMatmulAlgoGetHeuristic(library, op.handle, a.handle, b.handle, d.handle, d.handle,
-                                       preference.handle, 1, &found, &count);
-    ROWSHARD_CHECK(status == CUBLAS_STATUS_SUCCESS && count > 0, DeviceError, "no algorithm for ",
-                   describe(key), ": ", cublasLtGetStatusName(status));
-    algorithm = found.algo;
+                                       preference.handle, most, found.list, &found.count);
+    ROWSHARD_CHECK(status == CUBLAS_STATUS_SUCCESS && found.count > 0, DeviceError,
+                   "no algorithm for ", describe(key), ": ", cublasLtGetStatusName(status));
+    return found;
   }
 };
 
@@ -137,6 +149,13 @@ struct Cache {
     }
     return handle;
   }
+  Plan& plan(const Key& key) {
+    auto found = plans.find(key);
+    if (found == plans.end()) {
+      found = plans.try_emplace(key, key, library(key.device)).first;
+    }
+    return found->second;
+  }
 };
 Cache& cache() {
   static Cache* cache = new Cache;  // never destroyed: streams may outlive static destruction
@@ -148,39 +167,41 @@ int alignment_of(const void* pointer) {
   return static_cast<int>(std::min<uintptr_t>(256, address & (~address + 1)));
 }
 
-/// The one way from a product to cuBLASLt. M is a multiple of 8 here.
+Key key_of(const View& y, const ConstFp8View& x, const ConstFp8View& w, const GemmOptions& options,
+           const Context& ctx) {
+  return {ctx.device().index,
+          x.outer(),
+          w.outer(),
+          x.inner(),
+          x.codes.dtype,
+          w.codes.dtype,
+          y.dtype,
+          x.grouping,
+          w.grouping,
+          options.bias.has_value(),
+          {alignment_of(w.codes.data), alignment_of(x.codes.data), alignment_of(y.data)}};
+}
+
+/// The one way from a product to cuBLASLt; M is a multiple of 8 here. `algorithm`: not the plan's.
 void block_scaled(const View& y, const ConstFp8View& x, const ConstFp8View& w,
-                  const GemmOptions& options, Context& ctx) {
-  const Key key{ctx.device().index,
-                x.outer(),
-                w.outer(),
-                x.inner(),
-                x.codes.dtype,
-                w.codes.dtype,
-                y.dtype,
-                x.grouping,
-                w.grouping,
-                options.bias.has_value(),
-                {alignment_of(w.codes.data), alignment_of(x.codes.data), alignment_of(y.data)}};
+                  const GemmOptions& options, Context& ctx,
+                  const cublasLtMatmulAlgo_t* algorithm = nullptr) {
+  const Key key = key_of(y, x, w, options, ctx);
   const Buffer workspace =
       ctx.arena.allocate(Category::kWorkspace, "gemm.workspace", kWorkspaceBytes);
   Cache& shared = cache();
   std::lock_guard lock(shared.mutex);
-  cublasLtHandle_t library = shared.library(key.device);
-  auto found = shared.plans.find(key);
-  if (found == shared.plans.end()) {
-    found = shared.plans.try_emplace(key, key, library).first;
-  }
-  Plan& plan = found->second;
+  Plan& plan = shared.plan(key);
   plan.set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, w.scales.data);
   plan.set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, x.scales.data);
   if (key.bias) {
     plan.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, options.bias->data);
   }
   const float alpha = 1;
-  CUBLAS_CHECK(cublasLtMatmul(library, plan.op.handle, &alpha, w.codes.data, plan.a.handle,
-                              x.codes.data, plan.b.handle, &options.beta, y.data, plan.d.handle,
-                              y.data, plan.d.handle, &plan.algorithm, workspace.data(),
+  CUBLAS_CHECK(cublasLtMatmul(shared.library(key.device), plan.op.handle, &alpha, w.codes.data,
+                              plan.a.handle, x.codes.data, plan.b.handle, &options.beta, y.data,
+                              plan.d.handle, y.data, plan.d.handle,
+                              algorithm ? algorithm : &plan.algorithm, workspace.data(),
                               kWorkspaceBytes, native(ctx.stream)));
 }
 
@@ -320,6 +341,35 @@ void fp8_gemm(const View& y, const ConstFp8View& x, const ConstFp8View& w,
     return block_scaled_padded(y, x, w, options, ctx);
   }
   block_scaled(y, x, w, options, ctx);
+}
+
+/// For the bench: microseconds of each of cuBLASLt's candidates, the one fp8_gemm uses first.
+std::vector<double> time_gemm_algorithms(const View& y, const ConstFp8View& x,
+                                         const ConstFp8View& w, int repeats, Context& ctx) {
+  const Key key = key_of(y, x, w, {}, ctx);
+  Candidates candidates;
+  {
+    Cache& shared = cache();
+    std::lock_guard lock(shared.mutex);
+    candidates = shared.plan(key).candidates(key, shared.library(key.device), Candidates::kMost);
+  }
+  Event begin(ctx.device(), true), end(ctx.device(), true);
+  std::vector<double> medians;
+  for (int i = 0; i < candidates.count; ++i) {
+    std::vector<double> us;
+    for (int r = -2; r < repeats; ++r) {
+      begin.record(ctx.stream);
+      block_scaled(y, x, w, {}, ctx, &candidates.list[i].algo);
+      end.record(ctx.stream);
+      const double once = elapsed_ms(begin, end) * 1e3;
+      if (r >= 0) {
+        us.push_back(once);
+      }
+    }
+    std::sort(us.begin(), us.end());
+    medians.push_back(us[us.size() / 2]);
+  }
+  return medians;
 }
 
 }  // namespace rowshard::cuda

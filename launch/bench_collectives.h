@@ -17,7 +17,7 @@ struct CollectiveResult {
 
 struct CollectiveBenchOptions {
   int64_t mebibytes = 64;  // of the larger operand
-  int repeats = 20;
+  int repeats = 31;
 };
 
 /// Runs every collective over all ranks, compares every byte of the first result with what it must

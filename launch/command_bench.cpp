@@ -5,6 +5,8 @@
 
 #include "bench_collectives.h"
 #include "commands.h"
+#include "finetune/job.h"
+#include "fp8/bench.h"
 #include "options.h"
 #include "ranks.h"
 
@@ -12,47 +14,67 @@ namespace rowshard {
 
 namespace {
 
-struct BenchOptions {
+using Json = nlohmann::ordered_json;
+
+struct Arguments {
   std::string what;
   std::string json;
   DeviceChoice device = DeviceChoice::kAuto;
   CudaTransport transport = CudaTransport::kNccl;
-  CollectiveBenchOptions collectives;
+  int repeats = 31;
+  int64_t mebibytes = 64;
 };
 
-bool parse(int argc, char** argv, BenchOptions& options) {
-  OptionSet set("bench collectives [options]",
-                "Checks the collectives over all ranks byte by byte, then measures them.");
-  set.positional("WHAT", options.what);
-  set.add("mib", "N", "MiB of the larger operand", options.collectives.mebibytes);
-  set.add("repeats", "N", "timed runs; the median counts", options.collectives.repeats);
-  set.add("json", "FILE", "write the figures there too", options.json);
+bool parse(int argc, char** argv, Arguments& arguments) {
+  OptionSet set(
+      "bench collectives|kernels|gemm [options]",
+      "collectives  checks the collectives over all ranks, then measures them\n"
+      "kernels      FP8 quantisers, dequantise and rebuild, beside the device's own copy\n"
+      "gemm         the FP8 GEMM at the layer shapes of Llama-3.1-8B and 70B");
+  set.positional("WHAT", arguments.what);
+  set.add("repeats", "N", "timed repeats; the median counts", arguments.repeats);
+  set.add("mib", "N", "collectives: MiB of the larger operand", arguments.mebibytes);
+  set.add("json", "FILE", "write the figures there too", arguments.json);
   set.add_choice("device", "auto|cuda|host", "where to run; auto takes cuda when a GPU is visible",
-                 options.device, parse_device_choice);
+                 arguments.device, parse_device_choice);
   set.add_choice(
       "transport", "nccl|staged",
       "how GPU buffers travel: NCCL, or through host memory (slow; ranks may share a GPU)",
-      options.transport, parse_transport);
+      arguments.transport, parse_transport);
   if (!set.parse(argc, argv, std::cout))
     return false;
-  ROWSHARD_CHECK(options.what == "collectives", ConfigError, "bench ", options.what,
-                 ": use collectives");
-  ROWSHARD_CHECK(options.collectives.mebibytes >= 1 && options.collectives.mebibytes <= 65536,
-                 ConfigError, "--mib ", options.collectives.mebibytes, ": must be 1 to 65536");
-  ROWSHARD_CHECK(options.collectives.repeats >= 1, ConfigError, "--repeats ",
-                 options.collectives.repeats, ": must be at least 1");
+  ROWSHARD_CHECK(
+      arguments.what == "collectives" || arguments.what == "kernels" || arguments.what == "gemm",
+      ConfigError, "bench ", arguments.what, ": use one of collectives, kernels, gemm");
+  ROWSHARD_CHECK(arguments.mebibytes >= 1 && arguments.mebibytes <= 65536, ConfigError, "--mib ",
+                 arguments.mebibytes, ": must be 1 to 65536");
+  ROWSHARD_CHECK(arguments.repeats >= 1, ConfigError, "--repeats ", arguments.repeats,
+                 ": must be at least 1");
   return true;
 }
 
-void report(const World& world, const std::vector<CollectiveResult>& results,
-            const BenchOptions& options) {
+void write_json(const Arguments& arguments, Device device, Json facts, const Json& results) {
+  std::fflush(stdout);
+  if (arguments.json.empty())
+    return;
+  Json all = {{"bench", arguments.what}, {"device", device_name(device)}};
+  all.update(facts);
+  all["repeats"] = arguments.repeats;
+  all["results"] = results;
+  std::ofstream out(arguments.json);
+  out << all.dump(2) << "\n" << std::flush;
+  ROWSHARD_CHECK(out, ConfigError, "--json ", arguments.json, ": cannot write this file");
+}
+
+void report_collectives(const World& world, const std::vector<CollectiveResult>& results,
+                        const Arguments& arguments) {
   const std::string transport = world.device().is_cuda()            ? to_string(world.transport())
                                 : uses_mpi(world.launch().launcher) ? "mpi"
                                                                     : "tcp";
   std::printf("%d ranks on %s over %s, contents verified\n", world.size(),
-              to_string(world.device().kind), transport.c_str());
+              device_name(world.device()).c_str(), transport.c_str());
   std::printf("%-16s %10s %10s %12s\n", "collective", "MiB", "ms", "bus GB/s");
-  nlohmann::ordered_json rows = nlohmann::ordered_json::array();
+  Json rows = Json::array();
   for (const CollectiveResult& r : results) {
     std::printf("%-16s %10.1f %10.3f %12.2f\n", r.name.c_str(),
                 static_cast<double>(r.bytes) / (1 << 20), r.milliseconds, r.bus_gbps);
@@ -61,33 +83,101 @@ void report(const World& world, const std::vector<CollectiveResult>& results,
                     {"ms", r.milliseconds},
                     {"bus_gb_per_s", r.bus_gbps}});
   }
-  std::fflush(stdout);
-  if (options.json.empty())
-    return;
-  const nlohmann::ordered_json all = {{"bench", "collectives"},
-                                      {"ranks", world.size()},
-                                      {"launcher", to_string(world.launch().launcher)},
-                                      {"device", device_name(world.device())},
-                                      {"transport", transport},
-                                      {"results", rows}};
-  std::ofstream out(options.json);
-  out << all.dump(2) << "\n" << std::flush;
-  ROWSHARD_CHECK(out, ConfigError, "--json ", options.json, ": cannot write this file");
+  write_json(arguments, world.device(),
+             {{"ranks", world.size()},
+              {"launcher", to_string(world.launch().launcher)},
+              {"transport", transport}},
+             rows);
+}
+
+void bench_collectives_command(World& world, const Arguments& arguments) {
+  world.agree("bench options",
+              message("--mib ", arguments.mebibytes, " --repeats ", arguments.repeats));
+  const auto results =
+      bench_collectives(world, {.mebibytes = arguments.mebibytes, .repeats = arguments.repeats});
+  if (world.rank() == 0)
+    report_collectives(world, results, arguments);
+}
+
+void bench_kernels_command(const BenchOptions& options, const Arguments& arguments, Context& ctx) {
+  std::printf("%s, median of %d\n", device_name(ctx.device()).c_str(), options.repeats);
+  std::printf("%-38s %14s %10s %10s %8s\n", "kernel", "shape", "us", "GB/s", "of copy");
+  Json rows = Json::array();
+  for (const KernelMeasurement& r : bench_fp8_kernels(options, ctx)) {
+    std::printf("%-38s %14s %10.2f %10.0f %7.0f%%\n", r.name.c_str(),
+                message(r.rows, "x", r.cols).c_str(), r.median_us, r.gb_per_s, r.of_copy * 100);
+    rows.push_back({{"kernel", r.name},
+                    {"rows", r.rows},
+                    {"cols", r.cols},
+                    {"bytes", r.bytes},
+                    {"median_us", r.median_us},
+                    {"fastest_us", r.fastest_us},
+                    {"gb_per_s", r.gb_per_s},
+                    {"copy_gb_per_s", r.copy_gb_per_s},
+                    {"of_copy", r.of_copy}});
+  }
+  write_json(arguments, ctx.device(), Json::object(), rows);
+}
+
+void bench_gemm_command(const BenchOptions& options, const std::vector<GemmShape>& shapes,
+                        const Arguments& arguments, Context& ctx) {
+  std::printf("%s, median of %d\n", device_name(ctx.device()).c_str(), options.repeats);
+  std::printf("%-16s %-6s %6s %6s %6s %10s %9s %9s %8s\n", "weight", "", "M", "N", "K", "us",
+              "TFLOP/s", "host us", "of best");
+  Json rows = Json::array();
+  for (const GemmMeasurement& r : bench_fp8_gemm(options, shapes, ctx)) {
+    std::printf("%-16s %-6s %6lld %6lld %6lld %10.2f %9.1f %9.2f %8.3f\n", r.name.c_str(),
+                r.product.c_str(), static_cast<long long>(r.m), static_cast<long long>(r.n),
+                static_cast<long long>(r.k), r.median_us, r.tflop_per_s, r.host_us, r.of_best);
+    rows.push_back({{"weight", r.name},
+                    {"product", r.product},
+                    {"m", r.m},
+                    {"n", r.n},
+                    {"k", r.k},
+                    {"median_us", r.median_us},
+                    {"fastest_us", r.fastest_us},
+                    {"tflop_per_s", r.tflop_per_s},
+                    {"host_us", r.host_us},
+                    {"best_algorithm_us", r.best_algorithm_us},
+                    {"of_best", r.of_best}});
+  }
+  write_json(arguments, ctx.device(), Json::object(), rows);
 }
 
 }  // namespace
 
 int command_bench(int argc, char** argv) {
-  BenchOptions options;
-  if (!parse(argc, argv, options))
+  Arguments arguments;
+  if (!parse(argc, argv, arguments))
     return 0;
-  return run_on_ranks(options.device, options.transport, [&](World& world) {
-    world.agree("bench options", message("--mib ", options.collectives.mebibytes, " --repeats ",
-                                         options.collectives.repeats));
-    const auto results = bench_collectives(world, options.collectives);
-    if (world.rank() == 0)
-      report(world, results, options);
-  });
+  if (arguments.what == "collectives") {
+    return run_on_ranks(arguments.device, arguments.transport,
+                        [&](World& world) { bench_collectives_command(world, arguments); });
+  }
+  require_one_process(argv[0]);
+  const Device device{resolve_device(arguments.device), 0};
+  set_device(device);
+  Arena arena(device);
+  Stream stream(device);
+  Context ctx{arena, stream};
+  BenchOptions options;
+  options.repeats = arguments.repeats;
+  std::vector<GemmShape> shapes = llama_gemm_shapes();
+  if (device.is_host()) {
+    // The host's operations are there to be right: sizes that a person can wait for.
+    options.launches = 2;
+    options.rotate_bytes = 1 << 22;
+    options.copy_bytes = 1 << 24;
+    options.kernel_shapes = {{512, 1024}};
+    options.gemm_tokens = {128};
+    shapes = {{"small", 512, 1024}};
+  }
+  if (arguments.what == "kernels") {
+    bench_kernels_command(options, arguments, ctx);
+  } else {
+    bench_gemm_command(options, shapes, arguments, ctx);
+  }
+  return 0;
 }
 
 }  // namespace rowshard

@@ -2,22 +2,16 @@
 
 #include <iostream>
 
-#include "comm/launch_environment.h"
 #include "commands.h"
 #include "model/inspect.h"
 #include "model/merge.h"
 #include "model/quantize_checkpoint.h"
 #include "option_set.h"
+#include "ranks.h"
 
 namespace rowshard {
 
 namespace {
-
-void require_one_process(const char* command) {
-  const int ranks = detect_launch_environment().world_size;
-  ROWSHARD_CHECK(ranks == 1, ConfigError, command, " is the work of one process; ", ranks,
-                 " were started");
-}
 
 void add_shard_bytes(OptionSet& set, int64_t& bytes) {
   set.add("max-shard-bytes", "N", "most bytes of one safetensors file", bytes);

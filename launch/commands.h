@@ -5,6 +5,7 @@
 namespace rowshard {
 
 int command_finetune(int argc, char** argv);
+int command_plan(int argc, char** argv);
 int command_quantize(int argc, char** argv);
 int command_merge(int argc, char** argv);
 int command_evaluate(int argc, char** argv);

@@ -20,11 +20,13 @@ struct Command {
 
 constexpr Command kCommands[] = {
     {"finetune", "train LoRA adapters on a frozen, sharded FP8 base", command_finetune},
+    {"plan", "what finetune would do with the same options: usage plan, bytes per rank",
+     command_plan},
     {"quantize", "a bf16 checkpoint made into a block-FP8 one", command_quantize},
     {"merge", "a base and its adapter made into one bf16 model", command_merge},
     {"evaluate", "loss and perplexity of a token file", command_evaluate},
     {"generate", "continue a prompt greedily", command_generate},
-    {"bench", "measure collectives", command_bench},
+    {"bench", "measure collectives, FP8 kernels or the FP8 GEMM", command_bench},
     {"inspect", "what a model, an adapter or a safetensors file holds", command_inspect},
 };
 

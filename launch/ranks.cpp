@@ -55,4 +55,10 @@ int run_on_ranks(DeviceChoice device, CudaTransport transport,
   return 0;
 }
 
+void require_one_process(const std::string& command) {
+  const int ranks = detect_launch_environment().world_size;
+  ROWSHARD_CHECK(ranks == 1, ConfigError, command, " is the work of one process; ", ranks,
+                 " were started");
+}
+
 }  // namespace rowshard

@@ -13,4 +13,7 @@ namespace rowshard {
 int run_on_ranks(DeviceChoice device, CudaTransport transport,
                  const std::function<void(World&)>& body);
 
+/// For commands that are no job of several ranks: ConfigError when several were started.
+void require_one_process(const std::string& command);
+
 }  // namespace rowshard

@@ -6,8 +6,10 @@
 
 #include <cerrno>
 #include <charconv>
+#include <cstdio>
 #include <cstring>
 #include <filesystem>
+#include <memory>
 #include <sstream>
 
 #include "core/error.h"
@@ -34,7 +36,23 @@ fs::path launch_folder() {
       "text needs launch/tokenize.py, which is not above this program: give --prompt-ids");
 }
 
-// Standard output of launch/tokenize.py; its own message goes to stderr as it is.
+// The last line of a file that a child wrote: in Python that is what went wrong.
+std::string last_line(std::FILE* file) {
+  std::string text, line;
+  std::rewind(file);
+  for (int c; (c = std::fgetc(file)) != EOF;) {
+    if (c == '\n') {
+      if (!text.empty())
+        line = text;
+      text.clear();
+    } else {
+      text += static_cast<char>(c);
+    }
+  }
+  return text.empty() ? line : text;
+}
+
+// Standard output of launch/tokenize.py.
 std::string run_tokenize(std::vector<std::string> arguments) {
   const std::string folder = launch_folder().string();
   // Arguments travel as positional parameters: no quoting, nothing of the text is read by the
@@ -49,11 +67,14 @@ std::string run_tokenize(std::vector<std::string> arguments) {
     argv.push_back(word.data());
   argv.push_back(nullptr);
 
+  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> errors(std::tmpfile(), std::fclose);
+  ROWSHARD_CHECK(errors, Error, "cannot make a temporary file: ", std::strerror(errno));
   int pipe_ends[2];
   ROWSHARD_CHECK(pipe(pipe_ends) == 0, Error, "pipe: ", std::strerror(errno));
   posix_spawn_file_actions_t actions;
   posix_spawn_file_actions_init(&actions);
   posix_spawn_file_actions_adddup2(&actions, pipe_ends[1], STDOUT_FILENO);
+  posix_spawn_file_actions_adddup2(&actions, fileno(errors.get()), STDERR_FILENO);
   posix_spawn_file_actions_addclose(&actions, pipe_ends[0]);
   posix_spawn_file_actions_addclose(&actions, pipe_ends[1]);
   pid_t child = 0;
@@ -74,7 +95,7 @@ std::string run_tokenize(std::vector<std::string> arguments) {
   while (waitpid(child, &status, 0) < 0 && errno == EINTR) {
   }
   ROWSHARD_CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0, ConfigError,
-                 "launch/tokenize.py failed", kRemedy);
+                 last_line(errors.get()), kRemedy);
   while (!output.empty() && output.back() == '\n')
     output.pop_back();
   return output;

@@ -15,7 +15,7 @@ std::vector<UnitUse> training() {
 std::vector<UnitLayout> layouts(int ranks) {
   std::vector<UnitLayout> units;
   for (int i = 0; i < 5; ++i) {
-    units.emplace_back("u" + std::to_string(i),
+    units.emplace_back(message("u", i),
                        std::vector<WeightSpec>{{"w", {256, 256}, Storage::kPlain, DType::kBF16}},
                        ranks);
   }

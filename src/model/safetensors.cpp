@@ -251,8 +251,8 @@ void SafetensorsFile::read(const std::string& name, int64_t byte_begin, int64_t 
   const TensorInfo& info = at(name);
   ROWSHARD_CHECK(byte_begin >= 0 && byte_count >= 0 && byte_begin <= info.bytes &&
                      byte_count <= info.bytes - byte_begin,
-                 LogicError, path_.string(), ": bytes ", byte_begin, " to ",
-                 byte_begin + byte_count, " of tensor ", name, ", which has ", info.bytes);
+                 LogicError, path_.string(), ": ", byte_count, " bytes from ", byte_begin,
+                 " of tensor ", name, ", which has ", info.bytes);
   read_at(file_, path_, info.offset + byte_begin, byte_count, destination);
 }
 

@@ -25,6 +25,7 @@ ShardedUnit::ShardedUnit(UnitLayout layout, Communicator& gather_group, Arena& a
 }
 
 void ShardedUnit::load(UnitSource& source, Stream& stream) {
+  reshard();  // what is gathered, or bound in place, are the bytes of the last load
   const Device device = arena_.device();
   // Zero first: the padding between weights is defined, so shards compare equal byte for byte.
   std::vector<std::byte> bytes(layout_.shard_bytes(), std::byte{0});

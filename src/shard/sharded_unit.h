@@ -38,7 +38,8 @@ class ShardedUnit {
   /// `gather_group` is the communicator the unit is cut over; it outlives the unit.
   ShardedUnit(UnitLayout layout, Communicator& gather_group, Arena& arena);
 
-  /// Fills this rank's shard and the scales. Collective over the gather group.
+  /// Fills this rank's shard and the scales, and leaves the unit sharded. Collective over the
+  /// gather group.
   void load(UnitSource& source, Stream& stream);
 
   const UnitLayout& layout() const { return layout_; }

@@ -10,9 +10,6 @@ UsageScheduler::UsageScheduler(std::vector<ShardedUnit*> units, Stream& compute)
 
 void UsageScheduler::begin(const UsagePlan& plan) {
   ROWSHARD_CHECK(!plan_, LogicError, "the scheduler is still executing a plan");
-  plan_ = &plan;
-  position_ = 0;
-  in_use_ = false;
   released_.record(compute_);
   const bool resident = plan.policy.reshard == ReshardMode::kResident;
   for (size_t unit = 0; unit < units_.size(); ++unit) {
@@ -24,6 +21,9 @@ void UsageScheduler::begin(const UsagePlan& plan) {
     if (!resident && units_[unit]->gathered())
       units_[unit]->reshard();
   }
+  plan_ = &plan;
+  position_ = 0;
+  in_use_ = false;
 }
 
 const PlanStep& UsageScheduler::expect(int unit, Pass pass, const char* call) const {
@@ -66,10 +66,10 @@ void UsageScheduler::release(int unit, Pass pass) {
   ROWSHARD_CHECK(in_use_, LogicError, "release of unit ", units_[unit]->name(),
                  " that was not acquired");
   in_use_ = false;
-  if (step.release) {
+  if (step.release)
     units_[unit]->reshard();
-    released_.record(compute_);
-  }
+  // Also after a unit that stays: what this use freed may be the next gather's memory.
+  released_.record(compute_);
   ++position_;
 }
 

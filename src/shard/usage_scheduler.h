@@ -8,8 +8,9 @@
 // A use out of order is a LogicError before any collective is issued. After an exception in
 // between, `abort` brings every unit back to its shard.
 //
-// Streams: a gather writes memory that an earlier unit may have left, so the communication stream
-// waits for the compute stream's work up to the last release before each gather. Nothing else
+// Streams: a gather writes memory that earlier work may have left, be it a unit's or scratch, so
+// the communication stream waits for the compute stream's work up to the last release before each
+// gather. Nothing else
 // orders the two, and the host waits for neither (on the host device, work runs when issued).
 #pragma once
 

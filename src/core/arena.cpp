@@ -190,6 +190,8 @@ Buffer Arena::allocate(Category category, std::string_view name, int64_t bytes) 
 #if ROWSHARD_CUDA
     if (state_->device.is_cuda()) {
       CUDA_CHECK(cudaMemset(data, 0xff, rounded));
+      // A fill of device memory returns before it is done, and our streams do not wait for it.
+      CUDA_CHECK(cudaStreamSynchronize(nullptr));
       return buffer;
     }
 #endif

@@ -2,6 +2,9 @@
 
 #include <algorithm>
 
+#include "core/environment.h"
+#include "core/log.h"
+
 namespace rowshard {
 
 namespace {
@@ -29,6 +32,24 @@ int64_t resolve_seq_len(int64_t seq_len, const ModelConfig& config) {
                  " is longer than the model's max_position_embeddings ",
                  config.max_position_embeddings);
   return seq_len;
+}
+
+ColumnwisePolicy columnwise_policy(ColumnwisePolicy asked) {
+  // Read at every start, so that job scripts written for TransformerEngine keep their meaning.
+  for (const char* name :
+       {"ROWSHARD_RELEASE_FROZEN_WEIGHT_COLUMNWISE", "NVTE_RELEASE_FROZEN_WEIGHT_COLUMNWISE"}) {
+    const std::optional<bool> release = environment_switch(name);
+    if (!release)
+      continue;
+    const ColumnwisePolicy policy =
+        *release ? ColumnwisePolicy::kRelease : ColumnwisePolicy::kResident;
+    if (policy != asked) {
+      log_once(name,
+               message(name, "=", *release ? 1 : 0, " overrides --columnwise ", to_string(asked)));
+    }
+    return policy;
+  }
+  return asked;
 }
 
 DecoderOptions decoder_options(const ExecutionOptions& execution, Recompute recompute,
@@ -59,7 +80,7 @@ DecoderOptions decoder_options(const ExecutionOptions& execution, Recompute reco
   }
   ROWSHARD_CHECK(execution.columnwise != ColumnwisePolicy::kDirect, ConfigError,
                  "--columnwise direct is not in this version; use release or resident");
-  options.columnwise = execution.columnwise;
+  options.columnwise = columnwise_policy(execution.columnwise);
   options.recompute = recompute == Recompute::kBlock;
   return options;
 }

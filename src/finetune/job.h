@@ -21,6 +21,10 @@ DeviceKind resolve_device(DeviceChoice choice);
 /// seq_len 0 means min(model's maximum, 1024); ConfigError when it is longer than the model's.
 int64_t resolve_seq_len(int64_t seq_len, const ModelConfig& config);
 
+/// What the option says, or ROWSHARD_RELEASE_FROZEN_WEIGHT_COLUMNWISE=1|0 (alias
+/// NVTE_RELEASE_FROZEN_WEIGHT_COLUMNWISE): release, or resident.
+ColumnwisePolicy columnwise_policy(ColumnwisePolicy asked);
+
 /// How the options map on the model; ConfigError for what this build cannot run.
 DecoderOptions decoder_options(const ExecutionOptions& execution, Recompute recompute,
                                DeviceKind device);

@@ -131,6 +131,9 @@ std::string describe_counts(const Batches& batches) {
 
 void run_finetune(World& world, const FinetuneOptions& options, Reporter& reporter) {
   check(options);
+  ROWSHARD_CHECK(!options.cuda_graph, ConfigError,
+                 "--cuda-graph true is not in this version; leave it false");
+  ROWSHARD_CHECK(options.trace.empty(), ConfigError, "--trace is not in this version");
   Job job(world, options.model, options.execution, options.recompute, to_text(options));
   const TokenFile data = TokenFile::open(options.data, job.config().vocab_size);
   std::optional<TokenFile> eval_data;

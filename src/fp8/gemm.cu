@@ -12,13 +12,12 @@
 #include "core/log.h"
 #include "core/matmul.h"
 #include "fp8/gemm.h"
+#include "fp8/gemm_scratch.h"
 #include "fp8/quantize.h"
 
 namespace rowshard::cuda {
 namespace {
 
-// cuBLAS' advice for block scaling on Hopper.
-constexpr int64_t kWorkspaceBytes = (int64_t{32} << 20) + 1024;
 constexpr int kThreads = 256;
 
 cudaDataType_t cuda_type(DType dtype) {
@@ -94,14 +93,19 @@ struct Plan {
     CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(op.handle, attribute, &value, sizeof value));
   }
 
-  Plan(const Key& key, cublasLtHandle_t library) {
+  /// The heuristic looks at the pointers: a descriptor without them is refused.
+  Plan(const Key& key, cublasLtHandle_t library, const void* w_scales, const void* x_scales,
+       const void* bias) {
     CUBLAS_CHECK(cublasLtMatmulDescCreate(&op.handle, CUBLAS_COMPUTE_32F, CUDA_R_32F));
     set(CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T);
     set(CUBLASLT_MATMUL_DESC_TRANSB, CUBLAS_OP_N);
     set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, int8_t{0});
     set(CUBLASLT_MATMUL_DESC_A_SCALE_MODE, scale_mode(key.w_grouping));
     set(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, scale_mode(key.x_grouping));
+    set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, w_scales);
+    set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, x_scales);
     if (key.bias) {
+      set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
       set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
       set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, key.y == DType::kF16 ? CUDA_R_16F : CUDA_R_16BF);
     }
@@ -120,7 +124,7 @@ struct Plan {
       CUBLAS_CHECK(
           cublasLtMatmulPreferenceSetAttribute(preference.handle, attribute, &value, sizeof value));
     };
-    prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<uint64_t>(kWorkspaceBytes));
+    prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<uint64_t>(kGemmWorkspace));
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, static_cast<uint32_t>(key.alignments[0]));
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, static_cast<uint32_t>(key.alignments[1]));
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, static_cast<uint32_t>(key.alignments[2]));
@@ -149,12 +153,19 @@ struct Cache {
     }
     return handle;
   }
-  Plan& plan(const Key& key) {
+  Plan& plan(const Key& key, const void* w_scales, const void* x_scales, const void* bias) {
     auto found = plans.find(key);
     if (found == plans.end()) {
-      found = plans.try_emplace(key, key, library(key.device)).first;
+      found = plans.try_emplace(key, key, library(key.device), w_scales, x_scales, bias).first;
+      return found->second;
     }
-    return found->second;
+    Plan& plan = found->second;
+    plan.set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, w_scales);
+    plan.set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, x_scales);
+    if (key.bias) {
+      plan.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
+    }
+    return plan;
   }
 };
 Cache& cache() {
@@ -187,53 +198,42 @@ void block_scaled(const View& y, const ConstFp8View& x, const ConstFp8View& w,
                   const GemmOptions& options, Context& ctx,
                   const cublasLtMatmulAlgo_t* algorithm = nullptr) {
   const Key key = key_of(y, x, w, options, ctx);
-  const Buffer workspace =
-      ctx.arena.allocate(Category::kWorkspace, "gemm.workspace", kWorkspaceBytes);
+  const Buffer workspace = gemm_workspace(ctx);
   Cache& shared = cache();
   std::lock_guard lock(shared.mutex);
-  Plan& plan = shared.plan(key);
-  plan.set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, w.scales.data);
-  plan.set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, x.scales.data);
-  if (key.bias) {
-    plan.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, options.bias->data);
-  }
+  Plan& plan =
+      shared.plan(key, w.scales.data, x.scales.data, options.bias ? options.bias->data : nullptr);
   const float alpha = 1;
   CUBLAS_CHECK(cublasLtMatmul(shared.library(key.device), plan.op.handle, &alpha, w.codes.data,
                               plan.a.handle, x.codes.data, plan.b.handle, &options.beta, y.data,
                               plan.d.handle, y.data, plan.d.handle,
                               algorithm ? algorithm : &plan.algorithm, workspace.data(),
-                              kWorkspaceBytes, native(ctx.stream)));
+                              kGemmWorkspace, native(ctx.stream)));
 }
 
 /// M rounded up to 8 in scratch: rows of zero codes; their results are not copied out.
 void block_scaled_padded(const View& y, const ConstFp8View& x, const ConstFp8View& w,
                          const GemmOptions& options, Context& ctx) {
-  const int64_t m = x.outer(), n = w.outer(), k = x.inner(), padded = round_up(m, 8);
-  Tensor codes = ctx.arena.tensor(Category::kWorkspace, "gemm.pad.x", x.codes.dtype, {padded, k});
-  const View codes_view = codes;
+  const int64_t m = x.outer(), padded = round_up(m, 8);
+  const PaddedGemmScratch scratch(y, x, ctx);
+  const View codes_view = scratch.codes, result_view = scratch.result;
   copy(codes_view.slice_rows(0, m), x.codes, ctx.stream);
   fill_bytes(codes_view.slice_rows(m, padded - m), 0, ctx.stream);
-  ConstFp8View padded_x(codes, x.scales, x.grouping);
-  Tensor scales;
-  if (x.grouping == Grouping::k1x128) {
-    const Shape shape = gemm_scale_shape(x.grouping, padded, k);
-    if (!(shape == x.scales.shape)) {
-      // One more group of four rows. Its scales meet zero codes only; zero keeps them finite.
-      scales = ctx.arena.tensor(Category::kWorkspace, "gemm.pad.s", DType::kF32, shape);
-      fill_bytes(scales, 0, ctx.stream);
-      CUDA_CHECK(cudaMemcpy2DAsync(scales.view().data, shape[1] * sizeof(float), x.scales.data,
-                                   x.scales.dim(1) * sizeof(float), x.scales.dim(1) * sizeof(float),
-                                   shape[0], cudaMemcpyDeviceToDevice, native(ctx.stream)));
-      padded_x.scales = scales;
-    }
+  ConstFp8View padded_x(codes_view, x.scales, x.grouping);
+  if (scratch.scales) {
+    // One more group of four rows. Its scales meet zero codes only; zero keeps them finite.
+    const View scales = scratch.scales;
+    fill_bytes(scales, 0, ctx.stream);
+    CUDA_CHECK(cudaMemcpy2DAsync(scales.data, scales.dim(1) * sizeof(float), x.scales.data,
+                                 x.scales.dim(1) * sizeof(float), x.scales.dim(1) * sizeof(float),
+                                 scales.dim(0), cudaMemcpyDeviceToDevice, native(ctx.stream)));
+    padded_x.scales = scales;
   }
-  Tensor result = ctx.arena.tensor(Category::kWorkspace, "gemm.pad.y", y.dtype, {padded, n});
-  const View result_view = result;
   if (options.beta != 0) {
     copy(result_view.slice_rows(0, m), y, ctx.stream);
     fill_bytes(result_view.slice_rows(m, padded - m), 0, ctx.stream);
   }
-  block_scaled(result, padded_x, w, options, ctx);
+  block_scaled(result_view, padded_x, w, options, ctx);
   copy(y, result_view.slice_rows(0, m), ctx.stream);
 }
 
@@ -351,7 +351,8 @@ std::vector<double> time_gemm_algorithms(const View& y, const ConstFp8View& x,
   {
     Cache& shared = cache();
     std::lock_guard lock(shared.mutex);
-    candidates = shared.plan(key).candidates(key, shared.library(key.device), Candidates::kMost);
+    candidates = shared.plan(key, w.scales.data, x.scales.data, nullptr)
+                     .candidates(key, shared.library(key.device), Candidates::kMost);
   }
   Event begin(ctx.device(), true), end(ctx.device(), true);
   std::vector<double> medians;

@@ -33,6 +33,11 @@ struct Widened {
   }
 };
 
+// A result narrower than f32 is summed in scratch.
+Tensor wide_result(const View& c, Context& ctx) {
+  return ctx.arena.tensor(Category::kWorkspace, "matmul.result", DType::kF32, c.shape);
+}
+
 }  // namespace
 
 void matmul(const View& c, const ConstView& a, Transpose transpose_a, const ConstView& b,
@@ -54,7 +59,7 @@ void matmul(const View& c, const ConstView& a, Transpose transpose_a, const Cons
                 c.as<float>(), n);
     return;
   }
-  Tensor wide_c = ctx.arena.tensor(Category::kWorkspace, "matmul.result", DType::kF32, {m, n});
+  const Tensor wide_c = wide_result(c, ctx);
   if (beta != 0)
     convert(wide_c, c, ctx.stream);
   cblas_sgemm(CblasRowMajor, op_a, op_b, m, n, k, alpha, wide_a.data, lda, wide_b.data, ldb, beta,
@@ -63,6 +68,22 @@ void matmul(const View& c, const ConstView& a, Transpose transpose_a, const Cons
 }
 
 }  // namespace host
+
+namespace {
+
+void plan_scratch(const View& c, const ConstView& a, const ConstView& b, Context& ctx) {
+  if (ctx.device().index == 1) {
+    ctx.arena.allocate(Category::kWorkspace, "matmul.workspace", kCudaMatmulWorkspace);
+    return;
+  }
+  if (a.dtype == DType::kF64)
+    return;
+  const host::Widened wide_a(a, ctx), wide_b(b, ctx);
+  if (c.dtype != DType::kF32)
+    host::wide_result(c, ctx);
+}
+
+}  // namespace
 
 void matmul(const View& c, const ConstView& a, Transpose transpose_a, const ConstView& b,
             Transpose transpose_b, float alpha, float beta, Context& ctx) {
@@ -86,6 +107,8 @@ void matmul(const View& c, const ConstView& a, Transpose transpose_a, const Cons
     fill_bytes(c, 0, ctx.stream);
     return;
   }
+  if (ctx.device().is_plan())
+    return plan_scratch(c, a, b, ctx);
   ROWSHARD_DISPATCH(ctx.device(),
                     matmul(c, a, transpose_a, b, transpose_b, m, n, k, alpha, beta, ctx));
 }

@@ -11,9 +11,6 @@
 namespace rowshard::cuda {
 namespace {
 
-// cuBLAS' advice for Hopper.
-constexpr int64_t kWorkspaceBytes = int64_t{32} << 20;
-
 cudaDataType_t cuda_type(DType dtype) {
   switch (dtype) {
     case DType::kF32:
@@ -57,7 +54,7 @@ struct Plan {
         cublasLtMatmulDescSetAttribute(op, CUBLASLT_MATMUL_DESC_TRANSB, &second, sizeof second));
     cublasLtMatmulPreference_t preference = nullptr;
     CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
-    const uint64_t workspace = kWorkspaceBytes;
+    const uint64_t workspace = kCudaMatmulWorkspace;
     const uint32_t bytes = alignment;
     cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
                                          &workspace, sizeof workspace);
@@ -125,10 +122,11 @@ void matmul(const View& c, const ConstView& a, Transpose transpose_a, const Cons
     }
     plan = &found->second;
   }
-  Buffer workspace = ctx.arena.allocate(Category::kWorkspace, "matmul.workspace", kWorkspaceBytes);
+  Buffer workspace =
+      ctx.arena.allocate(Category::kWorkspace, "matmul.workspace", kCudaMatmulWorkspace);
   CUBLAS_CHECK(cublasLtMatmul(handle, plan->op, &alpha, b.data, plan->a.handle, a.data,
                               plan->b.handle, &beta, c.data, plan->c.handle, c.data, plan->c.handle,
-                              &plan->algorithm, workspace.data(), kWorkspaceBytes,
+                              &plan->algorithm, workspace.data(), kCudaMatmulWorkspace,
                               native(ctx.stream)));
 }
 

@@ -2,11 +2,17 @@
 //
 // All matrices are row-major and contiguous. dtypes: f64 (host only), f32, bf16; A and B share one,
 // C may be wider (bf16 operands with an f32 result). Sums are f32 (f64 for f64).
+//
+// The plan device allocates and frees the scratch that the device it stands for would take: index 0
+// is the host, 1 is cuda.
 #pragma once
 
 #include "core/arena.h"
 
 namespace rowshard {
+
+/// Scratch of every product on cuda: cuBLAS' advice for Hopper.
+inline constexpr int64_t kCudaMatmulWorkspace = int64_t{32} << 20;
 
 enum class Transpose { kNo, kYes };
 

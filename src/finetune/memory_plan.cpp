@@ -16,7 +16,23 @@ namespace rowshard {
 
 namespace {
 
-// The micro-batches whose step is planned: the largest of the first epoch, or a full one.
+// Adds a micro-batch unless one there outdoes it; drops those it outdoes. What a step holds grows
+// with tokens and with labels, and cuda pads tokens that are no multiple of 8 into scratch, so no
+// single micro-batch of a run need be the largest.
+void keep_largest(std::vector<MicroBatch>& largest, MicroBatch batch) {
+  const auto within = [](const MicroBatch& a, const MicroBatch& b) {
+    return a.tokens() <= b.tokens() && a.valid_tokens <= b.valid_tokens &&
+           (a.tokens() % 8 == 0 || b.tokens() % 8 != 0);
+  };
+  for (const MicroBatch& other : largest) {
+    if (within(batch, other))
+      return;
+  }
+  std::erase_if(largest, [&](const MicroBatch& other) { return within(other, batch); });
+  largest.push_back(std::move(batch));
+}
+
+// The micro-batches that are planned: the largest of the run, or a full one.
 std::vector<MicroBatch> planned_batches(const FinetuneOptions& options, const ModelConfig& config,
                                         int data_ranks) {
   const int64_t seq_len = resolve_seq_len(options.seq_len, config);
@@ -24,23 +40,19 @@ std::vector<MicroBatch> planned_batches(const FinetuneOptions& options, const Mo
     const TokenFile file = TokenFile::open(options.data, config.vocab_size);
     const Batches batches(file, batch_options(options, data_ranks, seq_len),
                           config.max_position_embeddings);
-    MicroBatch most_tokens, most_labels;
+    std::vector<MicroBatch> largest;
     DataPosition position;
     const int64_t steps =
         options.max_steps > 0 ? options.max_steps : batches.steps_for_epochs(options.epochs);
     for (int64_t step = 0; step < steps; ++step) {
       for (int rank = 0; rank < data_ranks; ++rank) {
         for (int64_t k = 0; k < options.grad_accum; ++k) {
-          MicroBatch batch = batches.micro_batch(position, rank, k);
-          if (batch.tokens() > most_tokens.tokens())
-            most_tokens = batch;
-          if (batch.valid_tokens > most_labels.valid_tokens)
-            most_labels = std::move(batch);
+          keep_largest(largest, batches.micro_batch(position, rank, k));
         }
       }
       position = batches.advance(position);
     }
-    return {most_tokens, most_labels};
+    return largest;
   }
   MicroBatch full;
   for (int64_t row = 0; row <= options.micro_batch_size; ++row) {
@@ -86,12 +98,16 @@ MemoryPlan plan_memory(const FinetuneOptions& options, DeviceKind device) {
   const std::vector<MicroBatch> batches = planned_batches(options, config, mesh.data_parallel());
   MemoryPlan plan;
   arena.reset_peak();
-  for (const MicroBatch& host : batches) {
-    plan.tokens = std::max(plan.tokens, host.tokens());
-    gather.reset_wire_bytes();
+  const auto train = [&](const MicroBatch& host) {
     const DeviceBatch batch(host.input_ids, host.labels, host.cu_seqlens, ctx);
     model.train(batch, adapters, 1.0, loss_sum, Dropout{});
+  };
+  for (const MicroBatch& host : batches) {
+    plan.tokens = std::max(plan.tokens, host.tokens());
+    train(host);
   }
+  gather.reset_wire_bytes();  // what is gathered once for the run is there by now
+  train(batches.front());
   reduce.reset_wire_bytes();
   optimizer.update(0, 1);
   reduce.all_reduce(loss_sum, Reduction::kSum, stream);

@@ -18,6 +18,8 @@
 // Descriptors and the algorithm are cached by device, shape, layout and alignment. Queued on
 // ctx.stream; scratch comes from ctx.arena (workspace).
 //
+// The plan device (core/matmul.h) allocates and frees the scratch of a product, host or sm_90.
+//
 // Throws ShapeError when shapes, dtypes or devices do not fit or the pair is illegal, DeviceError
 // with every size, stride, mode, alignment and version when cuBLASLt has no algorithm.
 #pragma once

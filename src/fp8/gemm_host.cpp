@@ -6,6 +6,7 @@
 
 #include "core/error.h"
 #include "fp8/gemm.h"
+#include "fp8/gemm_scratch.h"
 #include "fp8/quantize.h"
 #include "fp8/scale_grid.h"
 
@@ -90,10 +91,6 @@ void check_gemm(const View& y, const ConstFp8View& x, const ConstFp8View& w,
 namespace host {
 namespace {
 
-// OpenBLAS' kernels take rows by twelve and sum a remainder in another order. So a remainder is
-// padded to twelve, and every row's result is that of any batch it comes in (with one thread).
-constexpr int64_t kRowStep = 12;
-
 /// result [m, n] = wide_x [m, k] · wide_w [n, k]ᵀ + beta · result
 void product(float* result, const float* wide_x, const float* wide_w, int64_t m, int64_t n,
              int64_t k, float beta) {
@@ -105,25 +102,19 @@ void fp8_gemm(const View& y, const ConstFp8View& x, const ConstFp8View& w,
               const GemmOptions& options, Context& ctx) {
   const int64_t m = x.outer(), n = w.outer(), k = x.inner();
   const int64_t tail = m % kRowStep, body = m - tail;
-  const auto scratch = [&](const char* name, int64_t rows, int64_t cols) {
-    return ctx.arena.tensor(Category::kWorkspace, name, DType::kF32, {rows, cols});
-  };
-  Tensor wide_x = scratch("fp8_gemm.x", round_up(m, kRowStep), k);
-  Tensor wide_w = scratch("fp8_gemm.w", n, k);
+  const GemmScratch scratch(y, x, w, options, ctx);
+  const Tensor &wide_x = scratch.x, &wide_w = scratch.w, &last = scratch.tail;
   dequantize(wide_x.view().slice_rows(0, m), x, ctx.stream);
   std::fill_n(wide_x.as<float>() + m * k, wide_x.view().elements() - m * k, 0.0f);
   dequantize(wide_w, w, ctx.stream);
 
-  // f32 results without bias are summed in place.
-  const bool direct = y.dtype == DType::kF32 && !options.bias;
+  const bool direct = !scratch.sums;
   const float beta = direct ? options.beta : 0.0f;
-  const Tensor sums = direct ? Tensor() : scratch("fp8_gemm.sums", m, n);
-  float* result = direct ? y.as<float>() : sums.as<float>();
+  float* result = direct ? y.as<float>() : scratch.sums.as<float>();
   if (body > 0) {
     product(result, wide_x.as<float>(), wide_w.as<float>(), body, n, k, beta);
   }
   if (tail > 0) {
-    Tensor last = scratch("fp8_gemm.tail", kRowStep, n);
     float* end = result + body * n;
     std::fill_n(last.as<float>(), kRowStep * n, 0.0f);
     if (beta != 0) {
@@ -144,6 +135,23 @@ void fp8_gemm(const View& y, const ConstFp8View& x, const ConstFp8View& w,
 }  // namespace
 }  // namespace host
 
+namespace {
+
+/// On sm_90, and for the pairs that have an FP8 product there.
+void plan_scratch(const View& y, const ConstFp8View& x, const ConstFp8View& w,
+                  const GemmOptions& options, Context& ctx) {
+  if (ctx.device().index == 0) {
+    host::GemmScratch(y, x, w, options, ctx);
+    return;
+  }
+  std::optional<cuda::PaddedGemmScratch> padded;
+  if (x.outer() % 8 != 0)
+    padded.emplace(y, x, ctx);
+  cuda::gemm_workspace(ctx);
+}
+
+}  // namespace
+
 void fp8_gemm(const View& y, const ConstFp8View& x, const ConstFp8View& w,
               const GemmOptions& options, Context& ctx) {
   check_gemm(y, x, w, options);
@@ -152,6 +160,9 @@ void fp8_gemm(const View& y, const ConstFp8View& x, const ConstFp8View& w,
   ROWSHARD_CHECK(x.inner() > 0, ShapeError, "fp8_gemm: nothing to contract over: x ", describe(x));
   if (y.elements() == 0) {
     return;
+  }
+  if (ctx.device().is_plan()) {
+    return plan_scratch(y, x, w, options, ctx);
   }
   ROWSHARD_DISPATCH(ctx.device(), fp8_gemm(y, x, w, options, ctx));
 }

@@ -1,0 +1,433 @@
+// Sharded units and the usage scheduler on any number of ranks: every byte of every copy, of every
+// category and on the wire.
+#include "distributed/dist_fixture.h"
+#include "fp8/quantize.h"
+#include "model/weight_source.h"
+#include "shard/usage_scheduler.h"
+#include "shard_source.h"
+#include "unit/model/file_fixture.h"
+
+namespace rowshard {
+namespace {
+
+using testing::DistBench;
+using testing::flat_buffer;
+using testing::fp8_weight;
+using testing::gathered_bytes;
+using testing::KnownSource;
+using testing::mixed_layout;
+using testing::plain_weight;
+
+class ShardTest : public testing::DistributedTest {
+ protected:
+  int64_t now(Category category) const { return bench.arena.bytes(category).now; }
+  int64_t peak(Category category) const { return bench.arena.bytes(category).peak; }
+  void gather(ShardedUnit& unit) {
+    unit.gather(communication);
+    unit.finish_gather(bench.stream);
+  }
+  std::vector<uint8_t> bytes(ShardedUnit& unit) {
+    return bench.download<uint8_t>(flat_buffer(unit));
+  }
+
+  DistBench bench;
+  Stream communication{device(), "gather"};
+  std::unique_ptr<Communicator> group = world().communicator("gather");
+};
+
+TEST_F(ShardTest, EveryRankGathersEveryByteAndZeroPadding) {
+  ShardedUnit unit(mixed_layout(size()), *group, bench.arena);
+  KnownSource source;
+  unit.load(source, bench.stream);
+  const std::vector<uint8_t> wanted = gathered_bytes(unit.layout());
+  for (int pass = 0; pass < 2; ++pass) {
+    gather(unit);
+    EXPECT_EQ(bytes(unit), wanted);
+    for (size_t w = 0; w < unit.layout().weights().size(); ++w) {
+      const WeightSpec& weight = unit.layout().weights()[w];
+      const auto begin = wanted.begin() + unit.layout().offset(w);
+      const std::vector<uint8_t> own(begin, begin + weight.bytes());
+      if (weight.storage == Storage::kPlain) {
+        EXPECT_EQ(unit.plain(w).shape, weight.shape);
+        EXPECT_EQ(bench.download<uint8_t>(unit.plain(w)), own) << weight.name;
+      } else {
+        EXPECT_EQ(bench.download<uint8_t>(unit.fp8(w).rowwise().codes), own) << weight.name;
+        // Each rank knew the scales of its own bands only.
+        EXPECT_EQ(bench.download<float>(unit.fp8(w).rowwise().scales), testing::gemm_scales(weight))
+            << weight.name;
+      }
+    }
+    unit.reshard();
+  }
+  // A rank reads what it owns, and nobody reads a byte twice.
+  int64_t owned = 0;
+  for (const UnitLayout::Piece& piece : unit.layout().pieces(rank()))
+    owned += piece.end - piece.begin;
+  EXPECT_EQ(source.bytes_read, owned);
+}
+
+TEST_F(ShardTest, BytesPerCategory) {
+  ShardedUnit unit(mixed_layout(size()), *group, bench.arena);
+  KnownSource source;
+  unit.load(source, bench.stream);
+  const UnitLayout& layout = unit.layout();
+  const int64_t steady = layout.shard_bytes() + layout.scale_bytes();
+  EXPECT_EQ(now(Category::kRowwiseShard), layout.shard_bytes());
+  EXPECT_EQ(now(Category::kScales), layout.scale_bytes());
+  EXPECT_EQ(bench.arena.total().now, steady);
+  EXPECT_EQ(bench.arena.total().peak, steady) << "loading leaves and takes nothing else";
+  group->reset_wire_bytes();
+  gather(unit);
+  EXPECT_EQ(now(Category::kGathered), size() == 1 ? 0 : layout.gathered_bytes());
+  EXPECT_EQ(bench.arena.total().now, steady + now(Category::kGathered));
+  EXPECT_EQ(group->wire_bytes(), layout.gathered_bytes() / size() * (size() - 1));
+  unit.reshard();
+  EXPECT_EQ(bench.arena.total().now, steady);
+  // One byte a parameter, over the ranks, but for padding of at most 256 a weight and a rank.
+  int64_t parameter_bytes = 0;
+  for (const WeightSpec& weight : layout.weights())
+    parameter_bytes += weight.bytes();
+  EXPECT_LE(size() * layout.shard_bytes(),
+            parameter_bytes + 256 * (static_cast<int64_t>(layout.weights().size()) + size()));
+}
+
+TEST_F(ShardTest, ShardsThatHoldNothing) {
+  // 30 bytes: all on rank 0.
+  const UnitLayout layout("tiny", {plain_weight("tiny.norm", {15})}, size());
+  ShardedUnit unit(layout, *group, bench.arena);
+  KnownSource source;
+  unit.load(source, bench.stream);
+  EXPECT_EQ(source.bytes_read, rank() == 0 ? 30 : 0);
+  gather(unit);
+  EXPECT_EQ(bytes(unit), gathered_bytes(layout));
+  // An FP8 weight whose codes and scales only rank 0 knows.
+  const UnitLayout block("one block", {fp8_weight("w", 3, 5)}, size());
+  ShardedUnit small(block, *group, bench.arena);
+  small.load(source, bench.stream);
+  gather(small);
+  EXPECT_EQ(bytes(small), gathered_bytes(block));
+  EXPECT_EQ(bench.download<float>(small.fp8(0).rowwise().scales),
+            testing::gemm_scales(block.weights()[0]));
+}
+
+TEST_F(ShardTest, ReadingAShardedWeightIsAUsageErrorOnEveryRank) {
+  ShardedUnit unit(mixed_layout(size()), *group, bench.arena);
+  KnownSource source;
+  unit.load(source, bench.stream);
+  EXPECT_THROW(unit.fp8(1), UsageError);
+  EXPECT_THROW(unit.plain(0), UsageError);
+  unit.gather(communication);
+  EXPECT_THROW(unit.fp8(1), UsageError) << "queued is not gathered";
+  unit.finish_gather(bench.stream);
+  Fp8Matrix& matrix = unit.fp8(1);
+  EXPECT_NO_THROW(matrix.rowwise());
+  unit.reshard();
+  EXPECT_THROW(unit.fp8(1), UsageError);
+  EXPECT_THROW(matrix.rowwise(), UsageError) << "a reference kept over the reshard";
+  EXPECT_EQ(now(Category::kGathered), 0);
+}
+
+TEST_F(ShardTest, GatherNobodyUsedLeavesNothing) {
+  ShardedUnit unit(mixed_layout(size()), *group, bench.arena);
+  KnownSource source;
+  unit.load(source, bench.stream);
+  for (int i = 0; i < 3; ++i) {
+    unit.gather(communication);
+    unit.reshard();
+    EXPECT_EQ(now(Category::kGathered), 0);
+  }
+  gather(unit);
+  EXPECT_EQ(bytes(unit), gathered_bytes(unit.layout()));
+}
+
+TEST_F(ShardTest, LoadingAgainReplacesEveryByte) {
+  ShardedUnit unit(mixed_layout(size()), *group, bench.arena);
+  for (const int version : {0, 1}) {
+    KnownSource source(version);
+    unit.load(source, bench.stream);
+    EXPECT_EQ(now(Category::kGathered), 0);
+    gather(unit);
+    EXPECT_EQ(bytes(unit), gathered_bytes(unit.layout(), version));
+    EXPECT_EQ(bench.download<float>(unit.fp8(1).rowwise().scales),
+              testing::gemm_scales(unit.layout().weights()[1], version));
+    EXPECT_FALSE(unit.fp8(1).usage().columnwise) << "version " << version;
+    unit.fp8(1).update_usage(std::nullopt, true, bench.ctx);  // and left gathered
+  }
+}
+
+// Every rank quantises only the bands it owns bytes of; what comes together is what one rank gets
+// from the whole matrix.
+TEST_F(ShardTest, QuantisedInBandsIsQuantisedWhole) {
+  const testing::TemporaryDirectory directory;
+  const nlohmann::json config = testing::tiny_config("llama");
+  const auto tensors = testing::tiny_tensors(config);
+  testing::write_tiny_model(directory / "model", config, tensors);
+  const Checkpoint checkpoint = Checkpoint::open(directory / "model");
+  std::vector<WeightSpec> weights;
+  for (const LinearModule& module : checkpoint.config().linears())
+    weights.push_back(fp8_weight(layer_prefix(1) + module.name, module.n, module.k));
+  weights.push_back(plain_weight(layer_prefix(1) + "input_layernorm", {192}, DType::kF32));
+  ShardedUnit unit(UnitLayout("block", weights, size()), *group, bench.arena);
+  CheckpointSource source(checkpoint);
+  unit.load(source, bench.stream);
+  gather(unit);
+
+  Arena arena(kHost);
+  Stream stream(kHost);
+  for (size_t w = 0; w + 1 < weights.size(); ++w) {
+    const int64_t n = weights[w].shape[0], k = weights[w].shape[1];
+    const std::vector<float> wide = checkpoint.read_f32(weights[w].name + ".weight");
+    const Tensor codes = arena.tensor(Category::kWorkspace, "codes", DType::kE4M3, {n, k});
+    const Tensor scales = arena.tensor(Category::kWorkspace, "scales", DType::kF32,
+                                       gemm_scale_shape(Grouping::k128x128, n, k));
+    const Fp8View whole{codes, scales, Grouping::k128x128};
+    quantize(&whole, nullptr, ConstView(wide.data(), DType::kF32, {n, k}, kHost), {}, stream);
+    const auto* code = codes.view().byte_data();
+    const std::vector<std::byte> want(code, code + n * k);
+    EXPECT_EQ(bench.download<std::byte>(unit.fp8(w).rowwise().codes), want) << weights[w].name;
+    EXPECT_EQ(
+        bench.download<float>(unit.fp8(w).rowwise().scales),
+        std::vector<float>(scales.as<float>(), scales.as<float>() + scales.shape().elements()))
+        << weights[w].name;
+  }
+  EXPECT_EQ(bench.download<float>(unit.plain(weights.size() - 1)),
+            checkpoint.read_f32(weights.back().name + ".weight"))
+      << "bf16 widened, cut anywhere";
+}
+
+// A model of units of different sizes, with a tied head and a backward that stops at block 2: what
+// it computes is whether every unit in use holds its bytes.
+class SchedulerTest : public ShardTest {
+ protected:
+  static constexpr int kBlocks = 4;
+
+  SchedulerTest() {
+    std::vector<ShardedUnit*> pointers;
+    for (int i = 0; i <= kBlocks; ++i) {
+      const std::string name = message("unit ", i);
+      layouts.push_back(i == 0 ? UnitLayout(name, {plain_weight(name + ".table", {50, 33})}, size())
+                               : UnitLayout(name,
+                                            {fp8_weight(name + ".up", 128 + 40 * i, 160),
+                                             plain_weight(name + ".norm", {33})},
+                                            size()));
+      units.push_back(std::make_unique<ShardedUnit>(layouts.back(), *group, bench.arena));
+      pointers.push_back(units.back().get());
+      wanted.push_back(gathered_bytes(layouts.back()));
+      units.back()->load(source, bench.stream);
+    }
+    scheduler = std::make_unique<UsageScheduler>(pointers, bench.stream);
+    group->reset_wire_bytes();
+    bench.arena.reset_peak();
+  }
+
+  static std::vector<UnitUse> training_uses() {
+    std::vector<UnitUse> uses = forward_uses();
+    uses.push_back({0, Pass::kBackward});
+    for (int i = kBlocks; i >= 2; --i)
+      uses.push_back({i, Pass::kBackward});
+    return uses;
+  }
+  static std::vector<UnitUse> forward_uses() {
+    std::vector<UnitUse> uses;
+    for (int i = 0; i <= kBlocks; ++i)
+      uses.push_back({i, Pass::kForward});
+    uses.push_back({0, Pass::kForward});
+    return uses;
+  }
+  static UsagePlan plan(ReshardMode mode, int prefetch, Phase phase = Phase::kTraining) {
+    return UsagePlan::make(phase, phase == Phase::kTraining ? training_uses() : forward_uses(),
+                           kBlocks + 1, {mode, prefetch});
+  }
+
+  /// Runs the plan, or leaves it by an exception before the end of use `stop`.
+  void run(const UsagePlan& plan, int stop = -1) {
+    scheduler->begin(plan);
+    for (size_t i = 0; i < plan.steps.size(); ++i) {
+      const UnitUse use = plan.steps[i].use;
+      ShardedUnit& unit = scheduler->acquire(use.unit, use.pass);
+      EXPECT_EQ(bytes(unit), wanted[use.unit]) << "use " << i;
+      // Scratch that is freed while later units are gathered: poison for whoever reads it.
+      bench.arena.allocate(Category::kWorkspace, "scratch", layouts[use.unit].gathered_bytes());
+      if (static_cast<int>(i) == stop)
+        throw std::runtime_error("stopped");
+      scheduler->release(use.unit, use.pass);
+    }
+    scheduler->finish();
+  }
+
+  /// Bytes a rank receives for the plan's gathers.
+  int64_t wire_bytes(const UsagePlan& plan) const {
+    int64_t total = 0;
+    const auto add = [&](int unit) {
+      total += layouts[unit].gathered_bytes() / size() * (size() - 1);
+    };
+    for (const PlanStep& step : plan.steps) {
+      if (step.gather)
+        add(step.use.unit);
+      for (int unit : step.prefetch)
+        add(unit);
+    }
+    return total;
+  }
+  int64_t all_units() const {
+    int64_t total = 0;
+    for (const UnitLayout& layout : layouts)
+      total += size() == 1 ? 0 : layout.gathered_bytes();
+    return total;
+  }
+  void expect_all_sharded() const {
+    EXPECT_EQ(now(Category::kGathered), 0);
+    for (const auto& unit : units) {
+      EXPECT_FALSE(unit->gathered()) << unit->name();
+      EXPECT_FALSE(unit->gathering()) << unit->name();
+    }
+  }
+
+  KnownSource source;
+  std::vector<UnitLayout> layouts;
+  std::vector<std::unique_ptr<ShardedUnit>> units;
+  std::vector<std::vector<uint8_t>> wanted;
+  std::unique_ptr<UsageScheduler> scheduler;
+};
+
+TEST_F(SchedulerTest, TransientAndWireAreThePlans) {
+  for (const ReshardMode mode : {ReshardMode::kTrue, ReshardMode::kFalse}) {
+    for (const int prefetch : {0, 1, 2, 7}) {
+      for (const Phase phase : {Phase::kTraining, Phase::kValidation}) {
+        SCOPED_TRACE(message(to_string(mode), " prefetch ", prefetch, " ", to_string(phase)));
+        const UsagePlan planned = plan(mode, prefetch, phase);
+        bench.arena.reset_peak();
+        group->reset_wire_bytes();
+        run(planned);
+        EXPECT_EQ(peak(Category::kGathered), planned.peak_gathered(layouts));
+        EXPECT_EQ(group->wire_bytes(), wire_bytes(planned));
+        expect_all_sharded();
+      }
+    }
+  }
+}
+
+TEST_F(SchedulerTest, ResidentGathersOnceForTheRun) {
+  const UsagePlan training = plan(ReshardMode::kResident, 1);
+  const UsagePlan validation = plan(ReshardMode::kResident, 1, Phase::kValidation);
+  for (int step = 0; step < 3; ++step) {
+    run(training);
+    run(validation);
+    EXPECT_EQ(now(Category::kGathered), all_units());
+  }
+  EXPECT_EQ(peak(Category::kGathered), training.peak_gathered(layouts));
+  EXPECT_EQ(group->wire_bytes(), all_units() / size() * (size() - 1));
+}
+
+TEST_F(SchedulerTest, OneFp8ByteAParameterOnTheWire) {
+  // Blocks only, forward: what travels is the codes, not the two bytes a bf16 copy would take.
+  std::vector<UnitUse> uses;
+  int64_t parameters = 0;
+  for (int i = 1; i <= kBlocks; ++i) {
+    uses.push_back({i, Pass::kForward});
+    for (const WeightSpec& weight : layouts[i].weights())
+      parameters += weight.elements();
+  }
+  run(UsagePlan::make(Phase::kInference, uses, kBlocks + 1, {ReshardMode::kTrue, 1}));
+  const double share = static_cast<double>(size() - 1) / size();
+  EXPECT_GE(group->wire_bytes(), share * parameters);
+  EXPECT_LE(group->wire_bytes(), 1.05 * share * parameters);
+}
+
+TEST_F(SchedulerTest, ModesFollowEachOther) {
+  const ReshardMode modes[] = {ReshardMode::kTrue, ReshardMode::kResident, ReshardMode::kFalse,
+                               ReshardMode::kResident, ReshardMode::kTrue};
+  for (const ReshardMode mode : modes) {
+    bench.arena.reset_peak();
+    run(plan(mode, 1));
+    EXPECT_EQ(now(Category::kGathered), mode == ReshardMode::kResident ? all_units() : 0);
+  }
+  EXPECT_EQ(peak(Category::kGathered), all_units()) << "the resident units were there at the start";
+}
+
+TEST_F(SchedulerTest, UseOutOfOrderIsRefusedBeforeAnyCollective) {
+  const UsagePlan planned = plan(ReshardMode::kTrue, 1);
+  EXPECT_THROW(scheduler->acquire(0, Pass::kForward), LogicError) << "no plan";
+  EXPECT_THROW(scheduler->finish(), LogicError);
+  scheduler->begin(planned);
+  const int64_t issued = group->issued();
+  EXPECT_THROW(scheduler->begin(planned), LogicError);
+  EXPECT_THROW(scheduler->acquire(1, Pass::kForward), LogicError) << "another unit";
+  EXPECT_THROW(scheduler->acquire(0, Pass::kBackward), LogicError) << "another pass";
+  EXPECT_THROW(scheduler->release(0, Pass::kForward), LogicError) << "never acquired";
+  EXPECT_EQ(group->issued(), issued);
+  scheduler->acquire(0, Pass::kForward);  // gathers unit 0, and unit 1 ahead
+  const int64_t two = size() == 1 ? 0 : 2;
+  EXPECT_EQ(group->issued(), issued + two);
+  EXPECT_THROW(scheduler->acquire(0, Pass::kForward), LogicError) << "not released";
+  EXPECT_THROW(scheduler->release(1, Pass::kForward), LogicError) << "another unit";
+  EXPECT_THROW(scheduler->finish(), LogicError) << "too early";
+  try {
+    scheduler->release(0, Pass::kForward);
+    scheduler->acquire(3, Pass::kForward);
+    FAIL();
+  } catch (const LogicError& error) {
+    const std::string text = error.what();
+    EXPECT_NE(text.find("unit 3 in forward, but use 1 of the plan is unit unit 1 in forward"),
+              std::string::npos)
+        << text;
+  }
+  EXPECT_EQ(group->issued(), issued + two);
+  scheduler->abort();
+  expect_all_sharded();
+  run(planned);
+}
+
+TEST_F(SchedulerTest, AbortLeavesNothingAndTheNextStepWorks) {
+  for (const ReshardMode mode : {ReshardMode::kTrue, ReshardMode::kFalse}) {
+    for (const int prefetch : {0, 2}) {
+      const UsagePlan planned = plan(mode, prefetch);
+      for (int stop = 0; stop < static_cast<int>(planned.steps.size()); ++stop) {
+        SCOPED_TRACE(message(to_string(mode), " prefetch ", prefetch, " stopped in use ", stop));
+        EXPECT_THROW(run(planned, stop), std::runtime_error);
+        scheduler->abort();
+        expect_all_sharded();
+        bench.arena.reset_peak();
+        run(planned);
+        EXPECT_EQ(peak(Category::kGathered), planned.peak_gathered(layouts));
+        expect_all_sharded();
+      }
+    }
+  }
+}
+
+TEST_F(SchedulerTest, AbortKeepsResidentUnits) {
+  const UsagePlan planned = plan(ReshardMode::kResident, 1);
+  EXPECT_THROW(run(planned, 3), std::runtime_error);
+  scheduler->abort();
+  EXPECT_EQ(now(Category::kGathered), all_units());
+  const int64_t issued = group->issued();
+  run(planned);
+  EXPECT_EQ(group->issued(), issued);
+}
+
+TEST_F(SchedulerTest, ColumnwiseCopiesStayOverReshardAndGoWithRelease) {
+  run(plan(ReshardMode::kTrue, 1));
+  const UsagePlan planned = plan(ReshardMode::kTrue, 1);
+  for (const bool keep : {true, false}) {
+    scheduler->begin(planned);
+    for (const PlanStep& step : planned.steps) {
+      ShardedUnit& unit = scheduler->acquire(step.use.unit, step.use.pass);
+      if (step.use.unit > 0 && step.use.pass == Pass::kBackward) {
+        unit.fp8(0).update_usage(std::nullopt, true, bench.ctx);
+        if (!keep)
+          unit.fp8(0).update_usage(std::nullopt, false, bench.ctx);
+      }
+      scheduler->release(step.use.unit, step.use.pass);
+    }
+    scheduler->finish();
+    int64_t columnwise = 0;
+    for (int i = 2; i <= kBlocks; ++i)
+      columnwise += layouts[i].weights()[0].bytes();
+    EXPECT_EQ(now(Category::kColumnwise), keep ? columnwise : 0);
+    EXPECT_EQ(now(Category::kGathered), 0);
+  }
+}
+
+}  // namespace
+}  // namespace rowshard

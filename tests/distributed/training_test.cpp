@@ -1,0 +1,439 @@
+// Fine-tuning of tiny models on any number of ranks: the same curve as one rank, the same bits
+// under every mode, the bytes that the plan says, and runs that go on where others stopped.
+#include "distributed/dist_fixture.h"
+#include "finetune/memory_plan.h"
+#include "finetune/run_checkpoint.h"
+#include "training_fixture.h"
+
+namespace rowshard {
+namespace {
+
+using testing::Curve;
+using testing::difference;
+using testing::TinyRun;
+
+struct Case {
+  const char* model;
+  Recipe recipe;
+};
+// cuBLASLt's FP8 products need K % 16 = 0; of the tiny models only llama_fp8 has that throughout.
+bool runs_on(Device device, const Case& c) {
+  return device.is_host() || c.recipe == Recipe::kBf16 || std::string(c.model) == "llama_fp8";
+}
+
+constexpr ReshardAfterForward::Mode kModes[] = {ReshardAfterForward::Mode::kTrue,
+                                                ReshardAfterForward::Mode::kFalse,
+                                                ReshardAfterForward::Mode::kResident};
+
+class TrainingTest : public testing::DistributedTest {
+ protected:
+  void SetUp() override {
+    // Rank 0's directory serves all.
+    directory_ = world().bootstrap().all_gather(own_.path().string())[0];
+    if (rank() == 0) {
+      testing::write_tokens(directory_ / "train.safetensors", 31);
+      testing::write_tokens(directory_ / "eval.safetensors", 5);
+      testing::write_tokens(directory_ / "single.safetensors", 1);
+    }
+    world().barrier();
+  }
+
+  FinetuneOptions options(const std::string& model = "llama_fp8") const {
+    return testing::tiny_options(model, directory_ / "train.safetensors", size(), device());
+  }
+  FinetuneOptions one_rank(FinetuneOptions options) const {
+    options.grad_accum = 12;
+    options.execution.dp_shard = 1;
+    return options;
+  }
+  /// A world of this process alone, on this rank's device.
+  static std::unique_ptr<World> alone() {
+    LaunchEnvironment launch;
+    launch.local_rank = world().launch().local_rank;
+    return World::create(launch, device().kind, world().transport());
+  }
+  EvalBatches eval_batches(TinyRun& run, const TokenFile& data) const {
+    return EvalBatches(data, run.trainer.batches().options(),
+                       run.job.config().max_position_embeddings);
+  }
+  static std::vector<int64_t> largest_of_ranks(const std::vector<int64_t>& own) {
+    std::vector<int64_t> largest = own;
+    for (const Bytes& bytes : world().bootstrap().all_gather(std::as_bytes(std::span(own)))) {
+      const auto* values = reinterpret_cast<const int64_t*>(bytes.data());
+      for (size_t i = 0; i < own.size(); ++i)
+        largest[i] = std::max(largest[i], values[i]);
+    }
+    return largest;
+  }
+  static void expect_equal_on_all_ranks(const Curve& curve) {
+    Curve shared = curve;
+    shared.gradients.clear();  // of this rank's rows
+    std::string bits;
+    for (const auto& part :
+         {std::as_bytes(std::span(shared.losses)), std::as_bytes(std::span(shared.norms)),
+          std::as_bytes(std::span(shared.parameters))}) {
+      bits.append(reinterpret_cast<const char*>(part.data()), part.size());
+    }
+    for (const std::string& other : world().bootstrap().all_gather(bits))
+      EXPECT_TRUE(other == bits) << "losses, norms and parameters are one on all ranks";
+  }
+
+  // Ranks sum gradients in another order than one rank does, so parameters differ in their last
+  // bits: 6e-8 of the loss after 20 steps. In FP8 that goes on until one activation rounds to the
+  // other side of a tie; its code is then off by 6 %, which these small batches show as 6e-5 of the
+  // loss at once, and a large learning rate as 1 % after 20 steps. So the FP8 runs move slowly, and
+  // the others carry the proof. cuda rounds parameters and activations to bf16, with the same
+  // effect.
+  double curve_bound(Recipe recipe) const {
+    return device().is_cuda() ? 2e-3 : recipe == Recipe::kBf16 ? 1e-6 : 3e-4;
+  }
+
+  testing::TemporaryDirectory own_;
+  std::filesystem::path directory_;
+};
+
+class TrainingCurve : public TrainingTest, public ::testing::WithParamInterface<Case> {};
+
+TEST_P(TrainingCurve, IsThatOfOneRank) {
+  const auto [model, recipe] = GetParam();
+  if (!runs_on(device(), GetParam()))
+    GTEST_SKIP() << "cuBLASLt has no FP8 product of these sizes";
+  FinetuneOptions asked = options(model);
+  asked.execution.recipe = recipe;
+  if (recipe == Recipe::kBlock)
+    asked.lr = 2e-4;
+  const Curve curve = testing::train(world(), asked, 20);
+  expect_equal_on_all_ranks(curve);
+  if (recipe == Recipe::kBf16) {
+    EXPECT_LT(curve.losses.back(), 0.6 * curve.losses.front()) << "it learns";
+  }
+  if (rank() > 0)
+    return;
+  const Curve reference = testing::train(*alone(), one_rank(asked), 20);
+  if (size() == 1) {
+    EXPECT_EQ(difference(curve, reference), "");
+  }
+  // The first step starts from the same bits.
+  const double rounding = device().is_host() ? 1e-6 : 1e-4;
+  EXPECT_NEAR(curve.losses[0], reference.losses[0], rounding * reference.losses[0]);
+  EXPECT_NEAR(curve.norms[0], reference.norms[0], rounding * reference.norms[0]);
+  EXPECT_LE(testing::largest_relative_difference(curve.losses, reference.losses),
+            curve_bound(recipe));
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Models, TrainingCurve,
+    ::testing::Values(Case{"llama", Recipe::kBf16}, Case{"qwen2", Recipe::kBf16},
+                      Case{"qwen3", Recipe::kBf16}, Case{"llama", Recipe::kBlock},
+                      Case{"qwen3", Recipe::kBlock}, Case{"llama_fp8", Recipe::kBlock}),
+    [](const auto& info) { return message(info.param.model, "_", to_string(info.param.recipe)); });
+
+TEST_F(TrainingTest, ModesChangeNoBit) {
+  for (const Case& c : {Case{"llama_fp8", Recipe::kBlock}, Case{"llama", Recipe::kBlock},
+                        Case{"qwen2", Recipe::kBf16}}) {
+    if (!runs_on(device(), c))
+      continue;
+    std::optional<Curve> first;
+    for (const auto mode : kModes) {
+      for (const int prefetch : {0, 1, 2}) {
+        for (const auto columnwise : {ColumnwisePolicy::kRelease, ColumnwisePolicy::kResident}) {
+          for (const Recompute recompute : {Recompute::kNone, Recompute::kBlock}) {
+            const bool all = std::string(c.model) == "llama_fp8";
+            if (!all && (prefetch != 1 || columnwise == ColumnwisePolicy::kResident))
+              continue;
+            FinetuneOptions asked = options(c.model);
+            asked.execution.recipe = c.recipe;
+            asked.execution.reshard_after_forward.mode = mode;
+            asked.execution.prefetch = prefetch;
+            asked.execution.columnwise = columnwise;
+            asked.recompute = recompute;
+            asked.lora.dropout = 0.1;  // recompute must draw the same masks
+            const Curve curve = testing::train(world(), asked, 2);
+            if (!first)
+              first = curve;
+            EXPECT_EQ(difference(curve, *first), "")
+                << c.model << " reshard " << to_string(asked.execution.reshard_after_forward)
+                << " prefetch " << prefetch << " columnwise " << to_string(columnwise)
+                << " recompute " << to_string(recompute);
+          }
+        }
+      }
+    }
+  }
+}
+
+// Training goes on as if nobody had looked: evaluation with ranks that have no samples, and logits,
+// between the steps; and a step that failed half-way.
+TEST_F(TrainingTest, OtherPhasesBetweenStepsChangeNoBit) {
+  const TokenFile uneven = TokenFile::open(directory_ / "eval.safetensors", 131);
+  const TokenFile single = TokenFile::open(directory_ / "single.safetensors", 131);
+  for (const auto mode : kModes) {
+    for (const auto columnwise : {ColumnwisePolicy::kRelease, ColumnwisePolicy::kResident}) {
+      FinetuneOptions asked = options();
+      asked.execution.reshard_after_forward.mode = mode;
+      asked.execution.columnwise = columnwise;
+      const Curve undisturbed = testing::train(world(), asked, 3);
+
+      TinyRun run(world(), asked);
+      Context& ctx = run.job.context();
+      Curve curve;
+      std::optional<int64_t> steady;
+      for (int step = 0; step < 3; ++step) {
+        run.trainer.evaluate(eval_batches(run, uneven));
+        run.trainer.evaluate(eval_batches(run, single));
+        {
+          const DeviceBatch batch({5, 6, 7}, {6, 7, kIgnoreLabel}, {0, 3}, ctx);
+          const Tensor rows =
+              ctx.arena.tensor(Category::kActivations, "rows", DType::kI32, Shape{1});
+          fill_bytes(rows, 0, ctx.stream);
+          const Tensor logits =
+              ctx.arena.tensor(Category::kActivations, "logits", DType::kF32, {1, 131});
+          run.job.model().logits(batch, &run.trainer.adapters(), rows, logits);
+          // The head finds a sum it cannot add to, in the middle of the plan.
+          const Tensor wrong =
+              ctx.arena.tensor(Category::kActivations, "wrong", DType::kF32, Shape{2});
+          EXPECT_THROW(run.job.model().train(batch, run.trainer.adapters(), 1.0, wrong, Dropout{}),
+                       Error);
+        }
+        if (mode != ReshardAfterForward::Mode::kResident) {
+          EXPECT_EQ(run.now(Category::kGathered), 0);
+        }
+        testing::continue_curve(curve, run, 1);
+        if (!steady)
+          steady = run.job.arena().total().now;
+        EXPECT_EQ(run.job.arena().total().now, *steady) << "bytes left over by step " << step;
+      }
+      EXPECT_EQ(difference(curve, undisturbed), "")
+          << to_string(asked.execution.reshard_after_forward) << " " << to_string(columnwise);
+    }
+  }
+}
+
+TEST_F(TrainingTest, EvaluationCountsEverySampleOnce) {
+  for (const char* file : {"eval.safetensors", "single.safetensors"}) {
+    const TokenFile data = TokenFile::open(directory_ / file, 131);
+    const auto evaluate = [&](World& of, const FinetuneOptions& asked) {
+      TinyRun run(of, asked);
+      const EvalBatches batches = eval_batches(run, data);
+      const EvalMetrics metrics = run.trainer.evaluate(batches);
+      EXPECT_EQ(run.now(Category::kGathered), 0);
+      EXPECT_EQ(run.now(Category::kColumnwise), 0) << "validation makes no columnwise copy";
+      EXPECT_EQ(metrics.eval_tokens, batches.valid_tokens());
+      return metrics.eval_loss;
+    };
+    const double loss = evaluate(world(), options());
+    for (const std::string& other : world().bootstrap().all_gather(message(std::hexfloat, loss)))
+      EXPECT_EQ(other, message(std::hexfloat, loss));
+    if (rank() == 0) {
+      EXPECT_NEAR(loss, evaluate(*alone(), one_rank(options())), 1e-9 * loss) << file;
+    }
+  }
+}
+
+// A native FP8 checkpoint is never quantised again: the gathered codes and scales are the file's.
+TEST_F(TrainingTest, NativeFp8CodesAreTheFilesBytes) {
+  TinyRun run(world(), options("llama_fp8"));
+  DecoderModel& model = run.job.model();
+  const Checkpoint& checkpoint = run.job.checkpoint();
+  UsageScheduler& scheduler = model.scheduler();
+  const UsagePlan& plan = model.forward_plan(Phase::kInference);
+  int matrices = 0;
+  scheduler.begin(plan);
+  for (const PlanStep& step : plan.steps) {
+    ShardedUnit& unit = scheduler.acquire(step.use.unit, step.use.pass);
+    for (size_t w = 0; w < unit.layout().weights().size(); ++w) {
+      const WeightSpec& weight = unit.layout().weights()[w];
+      if (weight.storage != Storage::kFp8Block)
+        continue;
+      const ConstFp8View got = unit.fp8(w).rowwise();
+      std::vector<uint8_t> stored(weight.bytes()), codes(weight.bytes());
+      checkpoint.tensors().read(weight.name + ".weight", 0, weight.bytes(), stored.data());
+      copy(View(codes.data(), DType::kE4M3, weight.shape, kHost), got.codes,
+           run.job.context().stream);
+      run.job.context().stream.synchronize();
+      EXPECT_EQ(codes, stored) << weight.name;
+      const std::vector<float> scales = run.download(got.scales);
+      const std::vector<float> compact = checkpoint.read_scales(weight.name + ".weight");
+      const int64_t columns = ceil_div(weight.shape[1], 128), stride = got.scales.dim(1);
+      for (int64_t i = 0; i < got.scales.elements(); ++i) {
+        const int64_t row = i / stride, col = i % stride;
+        EXPECT_EQ(scales[i], col < columns ? compact[row * columns + col] : 1.0f) << weight.name;
+      }
+      ++matrices;
+    }
+    scheduler.release(step.use.unit, step.use.pass);
+  }
+  scheduler.finish();
+  EXPECT_EQ(matrices, 14);
+}
+
+TEST_F(TrainingTest, BytesAreThePlans) {
+  const Recipe recipes[] = {Recipe::kBlock, Recipe::kBf16};
+  for (const Recipe recipe : recipes) {
+    const std::string model = recipe == Recipe::kBf16 ? "qwen2" : "llama_fp8";
+    for (const auto mode : kModes) {
+      for (const auto columnwise : {ColumnwisePolicy::kRelease, ColumnwisePolicy::kResident}) {
+        for (const Recompute recompute : {Recompute::kNone, Recompute::kBlock}) {
+          FinetuneOptions asked = options(model);
+          asked.max_steps = 3;
+          asked.warmup_steps = 0;
+          asked.execution.recipe = recipe;
+          asked.execution.reshard_after_forward.mode = mode;
+          asked.execution.columnwise = columnwise;
+          asked.recompute = recompute;
+          const MemoryPlan plan = plan_memory(asked, device().kind);
+          SCOPED_TRACE(message(model, " reshard ", to_string(asked.execution.reshard_after_forward),
+                               " columnwise ", to_string(columnwise), " recompute ",
+                               to_string(recompute)));
+          TinyRun run(world(), asked);
+          StepMetrics metrics;
+          for (int step = 0; step < 3; ++step)
+            metrics = run.trainer.train_step();
+          EXPECT_EQ(metrics.wire_bytes, plan.wire_bytes);
+          std::vector<int64_t> peaks;
+          for (int i = 0; i < kCategoryCount; ++i) {
+            const auto category = static_cast<Category>(i);
+            EXPECT_EQ(run.job.arena().bytes(category).steady, plan.categories[i].steady)
+                << to_string(category);
+            peaks.push_back(run.job.arena().bytes(category).peak);
+          }
+          peaks.push_back(run.job.arena().total().peak);
+          peaks = largest_of_ranks(peaks);
+          for (int i = 0; i <= kCategoryCount; ++i) {
+            const CategoryPlan& planned = i < kCategoryCount ? plan.categories[i] : plan.total;
+            EXPECT_NEAR(peaks[i], planned.peak, 0.01 * planned.peak)
+                << (i < kCategoryCount ? to_string(static_cast<Category>(i)) : "total");
+          }
+          EXPECT_EQ(plan.categories[int(Category::kGathered)].peak,
+                    run.job.model().training_plan(0).peak_gathered(plan.units));
+        }
+      }
+    }
+  }
+}
+
+TEST_F(TrainingTest, Fp8OnTheWire) {
+  const auto step = [&](Recipe recipe) {
+    FinetuneOptions asked = options("llama");
+    asked.execution.recipe = recipe;
+    TinyRun run(world(), asked);
+    return std::pair(run.trainer.train_step().wire_bytes, run.job.model().units().layouts());
+  };
+  if (!runs_on(device(), {"llama", Recipe::kBlock}))
+    GTEST_SKIP() << "cuBLASLt has no FP8 product of these sizes";
+  const auto [fp8, fp8_units] = step(Recipe::kBlock);
+  const auto [bf16, bf16_units] = step(Recipe::kBf16);
+  int64_t linear = 0;
+  for (const UnitLayout& unit : fp8_units) {
+    for (const WeightSpec& weight : unit.weights())
+      linear += weight.storage == Storage::kFp8Block ? weight.elements() : 0;
+  }
+  EXPECT_GT(linear, 100000);
+  // Each block is gathered for its forward and its backward, but the last one for both at once
+  // only if nothing lies between; the head does. A parameter costs one byte less than in bf16.
+  const double saved =
+      2.0 * linear * (size() - 1) / size() * static_cast<double>(options("llama").grad_accum);
+  EXPECT_NEAR(bf16 - fp8, saved, 0.02 * saved);
+}
+
+TEST_F(TrainingTest, ResumedIsUninterrupted) {
+  for (const auto mode : {ReshardAfterForward::Mode::kTrue, ReshardAfterForward::Mode::kResident}) {
+    FinetuneOptions asked = options();
+    asked.max_steps = 9;
+    asked.lora.dropout = 0.1;
+    asked.execution.reshard_after_forward.mode = mode;
+    const Curve uninterrupted = testing::train(world(), asked, 9);
+    const std::filesystem::path saved =
+        directory_ / message("checkpoint-5-", static_cast<int>(mode));
+    Curve curve;
+    {
+      TinyRun first(world(), asked);
+      testing::continue_curve(curve, first, 5);
+      first.trainer.save(saved);
+    }
+    TinyRun second(world(), asked);
+    second.trainer.resume(saved);
+    EXPECT_EQ(second.trainer.step(), 5);
+    testing::continue_curve(curve, second, 4);
+    EXPECT_EQ(difference(curve, uninterrupted), "");
+  }
+}
+
+TEST_F(TrainingTest, ResumedAtAnotherRankCount) {
+  FinetuneOptions asked = options("llama");
+  asked.execution.recipe = Recipe::kBf16;
+  asked.max_steps = 9;
+  asked.lora.dropout = 0.1;
+  const Curve all_ranks = testing::train(world(), asked, 9);
+  Curve first_half, half_alone, rest, rest_alone;
+  {
+    TinyRun run(world(), asked);
+    testing::continue_curve(first_half, run, 5);
+    run.trainer.save(directory_ / "by-all");
+  }
+  if (rank() == 0) {
+    const auto world_alone = alone();
+    TinyRun run(*world_alone, one_rank(asked));
+    run.trainer.resume(directory_ / "by-all");
+    EXPECT_EQ(run.download(run.trainer.adapters().parameters())[0], first_half.parameters[0]);
+    testing::continue_curve(rest_alone, run, 4);
+    const std::vector<double> tail(all_ranks.losses.begin() + 5, all_ranks.losses.end());
+    EXPECT_LE(testing::largest_relative_difference(rest_alone.losses, tail),
+              curve_bound(Recipe::kBf16));
+    TinyRun other(*world_alone, one_rank(asked));
+    testing::continue_curve(half_alone, other, 5);
+    other.trainer.save(directory_ / "by-one");
+  }
+  world().barrier();
+  TinyRun run(world(), asked);
+  run.trainer.resume(directory_ / "by-one");
+  testing::continue_curve(rest, run, 4);
+  expect_equal_on_all_ranks(rest);
+  const std::vector<double> tail(all_ranks.losses.begin() + 5, all_ranks.losses.end());
+  EXPECT_LE(testing::largest_relative_difference(rest.losses, tail), curve_bound(Recipe::kBf16));
+}
+
+TEST_F(TrainingTest, SavedAdapterIsTheParameters) {
+  TinyRun run(world(), options());
+  Curve curve;
+  testing::continue_curve(curve, run, 2);
+  if (rank() == 0)
+    run.trainer.save_adapter(directory_ / "adapter");
+  run.trainer.save(directory_ / "state");
+  const AdapterSet& trained = run.trainer.adapters();
+  AdapterSet again(run.job.config(), trained.config(), 1, run.job.model().options().activations, 7,
+                   run.job.context());
+  again.load(read_adapter(directory_ / "adapter"), run.job.context());
+  std::vector<float> read = run.download(again.parameters());
+  read.resize(trained.trainable());
+  std::vector<float> wanted = curve.parameters;
+  wanted.resize(trained.trainable());
+  EXPECT_EQ(read, wanted);
+  EXPECT_EQ(read_run_state(directory_ / "state", trained.trainable()).parameters, wanted);
+  EXPECT_TRUE(std::any_of(wanted.begin(), wanted.end(), [](float x) { return x != 0; }));
+}
+
+TEST_F(TrainingTest, OptionsThatDifferAreNamedBeforeAnyCollective) {
+  FinetuneOptions asked = options();
+  const int odd = size() - 1;
+  if (rank() == odd)
+    asked.lr = 0.0123;
+  if (size() == 1) {
+    EXPECT_NO_THROW(TinyRun(world(), asked));
+    return;
+  }
+  try {
+    TinyRun run(world(), asked);
+    FAIL() << "ranks with different --lr started a job";
+  } catch (const ConfigError& error) {
+    const std::string text = error.what();
+    EXPECT_NE(text.find(message("rank ", odd, " has")), std::string::npos) << text;
+    EXPECT_NE(text.find("lr 0.0123"), std::string::npos) << text;
+    EXPECT_NE(text.find("lr 0.01 "), std::string::npos) << text;
+  }
+  // All ranks left in the same place: the world is as it was.
+  EXPECT_GT(testing::train(world(), options(), 1).losses[0], 0);
+}
+
+}  // namespace
+}  // namespace rowshard

@@ -65,16 +65,16 @@ RunState read_run_state(const fs::path& directory, int64_t trainable) {
   ROWSHARD_CHECK(fs::is_directory(directory), ConfigError, "--resume ", directory.string(),
                  ": no such directory");
   const SafetensorsFile file = SafetensorsFile::open(directory / kStateFile);
-  const auto number = [&](const char* key) {
+  const auto read = [&](const char* key, auto& value) {
     const auto entry = file.metadata().find(key);
-    int64_t value = 0;
-    const bool good =
-        entry != file.metadata().end() &&
-        std::from_chars(entry->second.data(), entry->second.data() + entry->second.size(), value)
-                .ec == std::errc{};
+    bool good = entry != file.metadata().end();
+    if (good) {
+      const std::string& text = entry->second;
+      const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+      good = error == std::errc{} && end == text.data() + text.size();
+    }
     ROWSHARD_CHECK(good, ConfigError, file.path().string(), ": no ", key,
                    " in its metadata; it is not a run's checkpoint");
-    return value;
   };
   RunState state;
   state.parameters = file.read_all<float>("parameters");
@@ -87,9 +87,10 @@ RunState read_run_state(const fs::path& directory, int64_t trainable) {
                  file.path().string(), " holds ", state.parameters.size(),
                  " parameters, this run has ", trainable,
                  "; resume with the same model, --lora-r and --target-modules");
-  state.step = number("step");
-  state.position = {number("epoch"), number("row")};
-  state.seed = static_cast<uint64_t>(number("seed"));
+  read("step", state.step);
+  read("epoch", state.position.epoch);
+  read("row", state.position.row);
+  read("seed", state.seed);
   return state;
 }
 

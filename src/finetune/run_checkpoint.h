@@ -1,7 +1,7 @@
 // Resumable checkpoints: directories `checkpoint-<step>` under the output directory.
 //
 //   state.safetensors  parameters, m, v: f32 [trainable], without padding, so that any number of
-//                      ranks can read them; metadata: step, epoch, row, seed, lora_r
+//                      ranks can read them; metadata: step, epoch, row, seed.
 // A checkpoint is written under a hidden name and renamed when complete, so a directory of that
 // name is always whole. The frozen base is never in it.
 #pragma once

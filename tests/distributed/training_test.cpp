@@ -79,13 +79,13 @@ class TrainingTest : public testing::DistributedTest {
   }
 
   // Ranks sum gradients in another order than one rank does, so parameters differ in their last
-  // bits: 6e-8 of the loss after 20 steps. In FP8 that goes on until one activation rounds to the
-  // other side of a tie; its code is then off by 6 %, which these small batches show as 6e-5 of the
-  // loss at once, and a large learning rate as 1 % after 20 steps. So the FP8 runs move slowly, and
-  // the others carry the proof. cuda rounds parameters and activations to bf16, with the same
-  // effect.
+  // bits: 6e-8 of the loss after 20 steps. In FP8 it is 1e-8, until one activation rounds to the
+  // other side of a tie (in 20 steps, about every third run): its code is then off by 6 %, which
+  // these small batches show as 4e-4 of the loss at once, and a large learning rate as 1 % after 20
+  // steps. So the FP8 runs move slowly, and the others carry the proof. cuda rounds parameters and
+  // activations to bf16, with the same effect.
   double curve_bound(Recipe recipe) const {
-    return device().is_cuda() ? 2e-3 : recipe == Recipe::kBf16 ? 1e-6 : 3e-4;
+    return device().is_host() && recipe == Recipe::kBf16 ? 1e-6 : 2e-3;
   }
 
   testing::TemporaryDirectory own_;
@@ -276,7 +276,6 @@ TEST_F(TrainingTest, BytesAreThePlans) {
         for (const Recompute recompute : {Recompute::kNone, Recompute::kBlock}) {
           FinetuneOptions asked = options(model);
           asked.max_steps = 3;
-          asked.warmup_steps = 0;
           asked.execution.recipe = recipe;
           asked.execution.reshard_after_forward.mode = mode;
           asked.execution.columnwise = columnwise;
@@ -340,6 +339,7 @@ TEST_F(TrainingTest, ResumedIsUninterrupted) {
   for (const auto mode : {ReshardAfterForward::Mode::kTrue, ReshardAfterForward::Mode::kResident}) {
     FinetuneOptions asked = options();
     asked.max_steps = 9;
+    asked.warmup_steps = 3;
     asked.lora.dropout = 0.1;
     asked.execution.reshard_after_forward.mode = mode;
     const Curve uninterrupted = testing::train(world(), asked, 9);
@@ -363,6 +363,7 @@ TEST_F(TrainingTest, ResumedAtAnotherRankCount) {
   FinetuneOptions asked = options("llama");
   asked.execution.recipe = Recipe::kBf16;
   asked.max_steps = 9;
+  asked.warmup_steps = 3;
   asked.lora.dropout = 0.1;
   const Curve all_ranks = testing::train(world(), asked, 9);
   Curve first_half, half_alone, rest, rest_alone;

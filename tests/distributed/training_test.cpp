@@ -303,8 +303,31 @@ TEST_F(TrainingTest, BytesAreThePlans) {
             EXPECT_NEAR(peaks[i], planned.peak, 0.01 * planned.peak)
                 << (i < kCategoryCount ? to_string(static_cast<Category>(i)) : "total");
           }
-          EXPECT_EQ(plan.categories[int(Category::kGathered)].peak,
-                    run.job.model().training_plan(0).peak_gathered(plan.units));
+          // And the plan is the design's: one byte a parameter over the ranks, nothing else stays.
+          int64_t shards = 0, gathered = 0, fp8 = 0, largest = 0;
+          for (const UnitLayout& unit : plan.units) {
+            shards += unit.shard_bytes();
+            gathered += size() == 1 ? 0 : unit.gathered_bytes();
+            for (const WeightSpec& weight : unit.weights()) {
+              if (weight.storage != Storage::kFp8Block)
+                continue;
+              // Nothing below the first block's q, k and v wants a gradient: no dgrad, no copy.
+              const bool first = weight.name.find("layers.0.self_attn.") != std::string::npos;
+              if (first && weight.name.find("o_proj") == std::string::npos)
+                continue;
+              fp8 += weight.bytes();
+              largest = std::max(largest, weight.bytes());
+            }
+          }
+          const bool resident = mode == ReshardAfterForward::Mode::kResident;
+          const bool kept = columnwise == ColumnwisePolicy::kResident;
+          const auto planned = [&](Category category) { return plan.categories[int(category)]; };
+          EXPECT_EQ(planned(Category::kRowwiseShard).steady, shards);
+          EXPECT_EQ(planned(Category::kRowwiseShard).peak, shards);
+          EXPECT_EQ(planned(Category::kGathered).steady, resident ? gathered : 0);
+          EXPECT_EQ(planned(Category::kGathered).peak, plan.usage.peak_gathered(plan.units));
+          EXPECT_EQ(planned(Category::kColumnwise).steady, kept ? fp8 : 0);
+          EXPECT_EQ(planned(Category::kColumnwise).peak, kept ? fp8 : largest);
         }
       }
     }

@@ -222,6 +222,28 @@ def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
+def write_safetensors(tensors: dict[str, dict], path: Path) -> None:
+    """Writes bf16 tensors {name: {shape, data}}. NumPy has no bf16, and the library's own call for
+    raw bytes differs between its versions; the format is a length, a JSON header and the bytes."""
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name in sorted(tensors):
+        size = len(tensors[name]["data"])
+        header[name] = {
+            "dtype": "BF16",
+            "shape": list(tensors[name]["shape"]),
+            "data_offsets": [offset, offset + size],
+        }
+        offset += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little"))
+        out.write(text)
+        for name in sorted(tensors):
+            out.write(tensors[name]["data"])
+
+
 def write_model(source: Path, directory: Path, stamp: dict[str, Any]) -> None:
     """Writes every file of the model directory; `directory` exists and is empty."""
     reader = gguf.GGUFReader(str(source))
@@ -231,7 +253,7 @@ def write_model(source: Path, directory: Path, stamp: dict[str, Any]) -> None:
     config = make_config(header)
     tokenizer, tokenizer_config, special = make_tokenizer(header)
     tensors = convert_tensors(reader, config)
-    safetensors.serialize_file(tensors, str(directory / "model.safetensors"), {"format": "pt"})
+    write_safetensors(tensors, directory / "model.safetensors")
     write_json(directory / "config.json", config)
     ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     write_json(directory / "generation_config.json", {"_from_model_config": True, **ids})

@@ -189,9 +189,11 @@ Buffer Arena::allocate(Category category, std::string_view name, int64_t bytes) 
   if (state_->poison && !state_->device.is_plan()) {
 #if ROWSHARD_CUDA
     if (state_->device.is_cuda()) {
+      // The fill is on no stream of ours: work queued on the block's last use must be done before
+      // it, and it must be done before work queued from now on.
+      CUDA_CHECK(cudaDeviceSynchronize());
       CUDA_CHECK(cudaMemset(data, 0xff, rounded));
-      // A fill of device memory returns before it is done, and our streams do not wait for it.
-      CUDA_CHECK(cudaStreamSynchronize(nullptr));
+      CUDA_CHECK(cudaDeviceSynchronize());
       return buffer;
     }
 #endif

@@ -68,7 +68,7 @@ void gather(const View& y, const ConstView& x, const int32_t* rows, Stream& stre
                                    : launch.template operator()<1>();
 }
 
-// The order of layers/reduction.h: kReductionLanes threads, each a lane.
+// The order of layers/reduction.h: kReductionLanes threads, each a lane. The sum is thread 0's.
 template <typename Term>
 __device__ double chunk_sum(int64_t count, Term term) {
   __shared__ double lanes[kReductionLanes];
@@ -81,7 +81,7 @@ __device__ double chunk_sum(int64_t count, Term term) {
     if (threadIdx.x < half)
       lanes[threadIdx.x] += lanes[threadIdx.x + half];
   }
-  return lanes[0];  // thread 0's own
+  return threadIdx.x == 0 ? lanes[0] : 0;  // only its writer may read it without another barrier
 }
 
 template <typename T>

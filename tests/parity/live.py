@@ -346,7 +346,7 @@ def longest_sample(model: Path) -> int:
 
 
 def tensors_of(directory: Path) -> Iterator[tuple[str, Tensor]]:
-    for path in sorted(directory.glob("*.safetensors")):
+    for path in sorted(directory.glob("model*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for key in file.keys():
                 yield key, file.get_tensor(key)

@@ -85,7 +85,10 @@ void expect_oracle(const Operand& x, const Operand& w, DType dtype, bool with_bi
   fp8_gemm_oracle(View(wanted.data(), dtype, {m, n}, kHost), x.view(), w.view(), host_options);
 
   const bool tensor_cores = bench.ctx.device().is_cuda();
-  const double sum_error = static_cast<double>(k + 8) * 0x1p-24 + (tensor_cores ? 0x1p-13 : 0);
+  // Hopper's tensor cores align the products of a group to its largest and drop what lies below
+  // about 13 bits before they add, so a block's sum is not the f32 sum: measured on an H200, the
+  // largest difference seen was 1.3 x 2^-12 of the sum of magnitudes.
+  const double sum_error = static_cast<double>(k + 8) * 0x1p-24 + (tensor_cores ? 0x1p-11 : 0);
   // Two roundings of nearly equal sums: one unit in the last place.
   const double store_error = dtype == DType::kF32    ? 0x1p-22
                              : dtype == DType::kBF16 ? 0x1p-7

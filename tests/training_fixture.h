@@ -15,15 +15,17 @@ inline std::string golden_model(const std::string& name) {
 }
 
 /// `samples` arithmetic sequences of 5 … 21 tokens with a prompt that is not trained on: something
-/// a few steps can learn. Every length and every number of labels differs from its neighbours'.
+/// a few steps can learn. Every length and every number of labels differs from its neighbours', and
+/// the longest have few labels.
 inline void write_tokens(const std::filesystem::path& path, int samples, int vocabulary = 131) {
   std::vector<int32_t> ids, labels;
   std::vector<int64_t> offsets{0};
   for (int s = 0; s < samples; ++s) {
     const int length = 5 + s * 7 % 17;
+    const int prompt = length == 21 ? 18 : 2 + s % 3;
     for (int i = 0; i < length; ++i) {
       ids.push_back((3 * s + (1 + s % 3) * i) % vocabulary);
-      labels.push_back(i < 2 + s % 3 ? kIgnoreLabel : ids.back());
+      labels.push_back(i < prompt ? kIgnoreLabel : ids.back());
     }
     offsets.push_back(static_cast<int64_t>(ids.size()));
   }

@@ -1,5 +1,8 @@
 // Sharded units and the usage scheduler on any number of ranks: every byte of every copy, of every
 // category and on the wire.
+#include <chrono>
+#include <thread>
+
 #include "distributed/dist_fixture.h"
 #include "fp8/quantize.h"
 #include "model/weight_source.h"
@@ -131,13 +134,22 @@ TEST_F(ShardTest, GatherNobodyUsedLeavesNothing) {
   ShardedUnit unit(mixed_layout(size()), *group, bench.arena);
   KnownSource source;
   unit.load(source, bench.stream);
+  const int64_t count = unit.layout().gathered_bytes();
+  const std::vector<uint8_t> mine(count, 0x5a);
   for (int i = 0; i < 3; ++i) {
+    // One rank is late, so the others drop a gather that cannot have arrived yet. Their memory is
+    // somebody else's from then on.
+    if (rank() == i % size())
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
     unit.gather(communication);
     unit.reshard();
     EXPECT_EQ(now(Category::kGathered), 0);
+    const Tensor next = bench.upload(mine, {count});
+    gather(unit);
+    EXPECT_EQ(bytes(unit), gathered_bytes(unit.layout()));
+    EXPECT_EQ(bench.download<uint8_t>(next), mine);
+    unit.reshard();
   }
-  gather(unit);
-  EXPECT_EQ(bytes(unit), gathered_bytes(unit.layout()));
 }
 
 TEST_F(ShardTest, LoadingAgainReplacesEveryByte) {

@@ -76,6 +76,42 @@ TEST_F(TrainerTest, LossIsTheMeanOverTheGlobalBatchsTokens) {
   EXPECT_GT(first.tokens_per_second, 0);
 }
 
+// What is stepped on is the gradient of the loss that is reported: its norm is the slope along it.
+TEST_F(TrainerTest, GradientIsTheSlopeOfTheReportedLoss) {
+  if (testing::test_device.is_cuda())
+    GTEST_SKIP() << "differences of the loss drown in bf16 activations";
+  FinetuneOptions asked = options();
+  asked.model = testing::golden_model("llama");
+  asked.execution.recipe = Recipe::kBf16;
+  TinyRun run(*world, asked);
+  AdapterSet& adapters = run.trainer.adapters();
+  const std::vector<float> start = run.download(adapters.parameters());
+  const double norm = run.trainer.train_step().grad_norm;
+  const std::vector<float> gradient = run.download(adapters.gradients());
+  Context& ctx = run.job.context();
+  const auto loss_at = [&](double distance) {
+    std::vector<float> moved = start;
+    for (size_t i = 0; i < moved.size(); ++i)
+      moved[i] += static_cast<float>(distance / norm * gradient[i]);
+    const Shape shape = adapters.parameters().shape;
+    copy(adapters.parameters(), ConstView(moved.data(), DType::kF32, shape, kHost), ctx.stream);
+    adapters.refresh_compute(ctx.stream);
+    const Tensor sum = ctx.arena.tensor(Category::kWorkspace, "sum", DType::kF64, Shape{1});
+    fill_bytes(sum, 0, ctx.stream);
+    for (int64_t k = 0; k < 12; ++k) {
+      const MicroBatch host = run.trainer.batches().micro_batch({}, 0, k);
+      const DeviceBatch batch(host.input_ids, host.labels, host.cu_seqlens, ctx);
+      run.job.model().evaluate(batch, &adapters, sum);
+    }
+    return run.job.reduce_sum(sum) / run.trainer.batches().valid_tokens({});
+  };
+  // Fourth order in the distance, so that neither curvature nor f32 takes more than 1e-4.
+  const double h = 0.02;
+  const double slope =
+      (8 * (loss_at(h) - loss_at(-h)) - (loss_at(2 * h) - loss_at(-2 * h))) / (12 * h);
+  EXPECT_NEAR(slope, norm, 1e-3 * norm);
+}
+
 // The split of the 12 rows into micro-batches changes sums in their last bits only.
 TEST_F(TrainerTest, AccumulationAndMicroBatchesAreOneBatch) {
   if (testing::test_device.is_cuda())

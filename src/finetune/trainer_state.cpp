@@ -10,7 +10,9 @@ namespace rowshard {
 void Trainer::save(const std::filesystem::path& directory) {
   Context& ctx = job_.context();
   const int64_t count = adapters_->count();
-  Tensor whole = ctx.arena.tensor(Category::kCommunication, "save.whole", DType::kF32, {count});
+  // Between steps the gradients are of no use to anybody (the next step zeroes them), so the
+  // moments are put together there and saving takes no memory of its own.
+  const View whole = adapters_->gradients();
   RunState state;
   const auto download = [&](const ConstView& flat, std::vector<float>& values) {
     values.resize(count);

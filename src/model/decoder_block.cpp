@@ -65,22 +65,6 @@ void head_norm(const View& y, Tensor& raw, Tensor& rstd, const ConstView& weight
 
 }  // namespace
 
-int64_t block_saved_bytes(const BlockShape& s, const BlockAdapters& adapters, bool qk_norm,
-                          int64_t tokens, DType dtype) {
-  const int64_t q = s.heads * s.head_dim, kv = s.kv_heads * s.head_dim;
-  int64_t elements = tokens * (2 * s.hidden + 2 * q + 2 * kv + 2 * s.ffn);
-  int64_t statistics = tokens * (2 + s.heads);
-  if (qk_norm) {
-    elements += tokens * (q + kv);
-    statistics += tokens * (s.heads + s.kv_heads);
-  }
-  for (const LoraFactors* factors : adapters.linear) {
-    if (factors)
-      elements += tokens * factors->rank();
-  }
-  return elements * size_of(dtype) + statistics * 4;
-}
-
 void block_forward(const View& y, const BlockShape& s, const BlockWeights& weights,
                    const BlockAdapters& adapters, const Segments& segments, const RopeTable& table,
                    BlockSaved& saved, Context& ctx) {

@@ -50,10 +50,6 @@ struct BlockSaved {
   std::array<LinearSaved, kLinearCount> linear;
 };
 
-/// Bytes of one BlockSaved, for the memory plan.
-int64_t block_saved_bytes(const BlockShape& shape, const BlockAdapters& adapters, bool qk_norm,
-                          int64_t tokens, DType dtype);
-
 /// y [T, H] from saved.x, which the caller has filled. Everything else of `saved` is made here.
 void block_forward(const View& y, const BlockShape& shape, const BlockWeights& weights,
                    const BlockAdapters& adapters, const Segments& segments, const RopeTable& rope,

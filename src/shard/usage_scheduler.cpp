@@ -10,6 +10,9 @@ UsageScheduler::UsageScheduler(std::vector<ShardedUnit*> units, Stream& compute)
 
 void UsageScheduler::begin(const UsagePlan& plan) {
   ROWSHARD_CHECK(!plan_, LogicError, "the scheduler is still executing a plan");
+  // Only a training step's waits are reported, over all its micro-batches.
+  if (plan.phase != Phase::kTraining)
+    waits_used_ = 0;
   released_.record(compute_);
   const bool resident = plan.policy.reshard == ReshardMode::kResident;
   for (size_t unit = 0; unit < units_.size(); ++unit) {
@@ -44,6 +47,29 @@ void UsageScheduler::gather(int unit) {
   units_[unit]->gather(communication_);
 }
 
+// What compute waits for is between two marks on its own stream: on cuda the host is long gone.
+void UsageScheduler::wait_for_gather(int unit) {
+  if (units_[unit]->layout().ranks() == 1) {  // nothing travels
+    units_[unit]->finish_gather(compute_);
+    return;
+  }
+  if (waits_used_ == waits_.size()) {
+    waits_.emplace_back(Event(compute_.device(), true), Event(compute_.device(), true));
+  }
+  auto& [begin, end] = waits_[waits_used_++];
+  begin.record(compute_);
+  compute_.wait(begin);  // on the host the mark takes over what was pending; nothing may be lost
+  units_[unit]->finish_gather(compute_);
+  end.record(compute_);
+}
+
+double UsageScheduler::exposed_seconds() const {
+  double ms = 0;
+  for (size_t i = 0; i < waits_used_; ++i)
+    ms += elapsed_ms(waits_[i].first, waits_[i].second);
+  return ms * 1e-3;
+}
+
 ShardedUnit& UsageScheduler::acquire(int unit, Pass pass) {
   const PlanStep& step = expect(unit, pass, "acquire");
   ROWSHARD_CHECK(!in_use_, LogicError, "acquire of unit ", units_[unit]->name(),
@@ -52,9 +78,7 @@ ShardedUnit& UsageScheduler::acquire(int unit, Pass pass) {
   if (step.gather)
     gather(unit);
   if (units_[unit]->gathering()) {
-    const double begin = now_seconds();
-    units_[unit]->finish_gather(compute_);
-    exposed_seconds_ += now_seconds() - begin;
+    wait_for_gather(unit);
   }
   for (int ahead : step.prefetch)
     gather(ahead);

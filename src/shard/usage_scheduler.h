@@ -14,6 +14,7 @@
 // orders the two, and the host waits for neither (on the host device, work runs when issued).
 #pragma once
 
+#include <utility>
 #include <vector>
 
 #include "shard/sharded_unit.h"
@@ -35,13 +36,14 @@ class UsageScheduler {
   /// second error over the first.
   void abort() noexcept;
 
-  /// Seconds the host waited for gathers (host device), for exposed_comm_ms; cuda measures by
-  /// events.
-  double exposed_seconds() const { return exposed_seconds_; }
-  void reset_exposed() { exposed_seconds_ = 0; }
+  /// Seconds the compute stream stood waiting for gathers since the last reset; waits for the last
+  /// of them. Timed on the stream, on both devices.
+  double exposed_seconds() const;
+  void reset_exposed() { waits_used_ = 0; }
 
  private:
   void gather(int unit);
+  void wait_for_gather(int unit);
   const PlanStep& expect(int unit, Pass pass, const char* call) const;
 
   std::vector<ShardedUnit*> units_;
@@ -51,7 +53,8 @@ class UsageScheduler {
   const UsagePlan* plan_ = nullptr;
   size_t position_ = 0;
   bool in_use_ = false;
-  double exposed_seconds_ = 0;
+  std::vector<std::pair<Event, Event>> waits_;  // begin and end of each wait; used again every step
+  size_t waits_used_ = 0;
 };
 
 }  // namespace rowshard

@@ -139,6 +139,37 @@ void Communicator::broadcast(const View& inout, int root, Stream& stream) {
   start_broadcast(inout, root, stream);
 }
 
+void Communicator::exchange(std::span<const ConstView> send, int to, std::span<const View> receive,
+                            int from, Stream& stream) {
+  ++issued_;
+  const auto in_group = [&](int peer) { return peer >= 0 && peer < size(); };
+  ROWSHARD_CHECK(in_group(to) && in_group(from) && (to == rank_) == (from == rank_), ShapeError,
+                 describe("exchange"), ": to rank ", to, " and from rank ", from,
+                 "; both are ranks of the group, and both this rank or neither");
+  ROWSHARD_CHECK(send.size() == receive.size(), ShapeError, describe("exchange"), ": ", send.size(),
+                 " buffers to send, ", receive.size(), " to receive");
+  int64_t sent = 0, received = 0;
+  for (const ConstView& view : send) {
+    check_operand("exchange", view, stream);
+    sent += view.bytes();
+  }
+  for (const View& view : receive) {
+    check_operand("exchange", view, stream);
+    received += view.bytes();
+  }
+  if (to == rank_) {
+    for (size_t i = 0; i < send.size(); ++i) {
+      if (send[i].data != receive[i].data)
+        copy(receive[i], send[i], stream);
+    }
+    return;
+  }
+  if (sent == 0 && received == 0)
+    return;
+  wire_bytes_ += received;
+  start_exchange(send, to, receive, from, stream);
+}
+
 void Communicator::barrier() {
   ++issued_;
   start_barrier();

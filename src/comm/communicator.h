@@ -56,13 +56,19 @@ class Communicator {
   void all_reduce(const View& inout, Reduction reduction, Stream& stream);
   /// inout of rank `root` (in this group) becomes everybody's; any dtype.
   void broadcast(const View& inout, int root, Stream& stream);
+  /// One paired step of a larger exchange: the buffers of `send` go to rank `to` while those of
+  /// `receive` come from rank `from` (ranks of this group), all as one operation. All lists have
+  /// one length, and buffer i of a sender has the bytes of buffer i of its receiver; any dtypes,
+  /// buffers may be empty. Distance 0 (to = from = this rank) is a copy.
+  void exchange(std::span<const ConstView> send, int to, std::span<const View> receive, int from,
+                Stream& stream);
   /// Blocks the host until every rank is here. Does not wait for streams.
   void barrier();
 
   /// Bytes this rank has received from peers since construction or the last reset, by the formulas
   /// of a ring: all_gather and reduce_scatter (n-1)/n of the total, all_reduce twice that,
-  /// broadcast all but on the root. The same on every backend. A captured collective counts once,
-  /// at capture.
+  /// broadcast all but on the root, exchange what comes in. The same on every backend. A captured
+  /// collective counts once, at capture.
   int64_t wire_bytes() const { return wire_bytes_; }
   void reset_wire_bytes() { wire_bytes_ = 0; }
   /// Collectives issued so far; the number in messages.
@@ -82,6 +88,8 @@ class Communicator {
                                     Stream& stream) = 0;
   virtual void start_all_reduce(const View& inout, Reduction reduction, Stream& stream) = 0;
   virtual void start_broadcast(const View& inout, int root, Stream& stream) = 0;
+  virtual void start_exchange(std::span<const ConstView> send, int to,
+                              std::span<const View> receive, int from, Stream& stream) = 0;
   virtual void start_barrier() = 0;
   void check_operand(const char* kind, const ConstView& view, const Stream& stream) const;
 

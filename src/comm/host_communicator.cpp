@@ -199,6 +199,16 @@ class HostCommunicator : public Communicator {
     launch(operation, stream);
   }
 
+  void start_exchange(std::span<const ConstView> send, int to, std::span<const View> receive,
+                      int from, Stream& stream) override {
+    Operation operation = begin("exchange", stream);
+    for (const ConstView& view : send)
+      operation->send(members()[to], view.byte_data(), view.bytes());
+    for (const View& view : receive)
+      operation->receive(members()[from], view.byte_data(), view.bytes());
+    launch(operation, stream);
+  }
+
   void start_barrier() override {
     Operation operation = begin("barrier");
     auto tokens = std::make_shared<std::vector<std::byte>>(size());

@@ -189,6 +189,23 @@ class NcclCommunicator : public Communicator {
                            root, comm_, s);
     });
   }
+  void start_exchange(std::span<const ConstView> send, int to, std::span<const View> receive,
+                      int from, Stream& stream) override {
+    issue("exchange", stream, [&](cudaStream_t s) {
+      ncclResult_t result = ncclGroupStart();
+      for (const ConstView& view : send) {
+        if (result == ncclSuccess && view.bytes() > 0)
+          result = ncclSend(view.data, static_cast<size_t>(view.bytes()), ncclUint8, to, comm_, s);
+      }
+      for (const View& view : receive) {
+        if (result == ncclSuccess && view.bytes() > 0)
+          result =
+              ncclRecv(view.data, static_cast<size_t>(view.bytes()), ncclUint8, from, comm_, s);
+      }
+      const ncclResult_t end = ncclGroupEnd();
+      return result == ncclSuccess ? end : result;
+    });
+  }
   void start_barrier() override {
     watchdog_.check();
     host_->barrier();

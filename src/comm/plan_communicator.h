@@ -17,6 +17,8 @@ class PlanCommunicator : public Communicator {
   void start_reduce_scatter(const View&, const ConstView&, Reduction, Stream&) override {}
   void start_all_reduce(const View&, Reduction, Stream&) override {}
   void start_broadcast(const View&, int, Stream&) override {}
+  void start_exchange(std::span<const ConstView>, int, std::span<const View>, int,
+                      Stream&) override {}
   void start_barrier() override {}
 };
 

@@ -27,6 +27,8 @@ class SelfCommunicator : public Communicator {
   }
   void start_all_reduce(const View&, Reduction, Stream&) override {}
   void start_broadcast(const View&, int, Stream&) override {}
+  void start_exchange(std::span<const ConstView>, int, std::span<const View>, int,
+                      Stream&) override {}  // there is no peer
   void start_barrier() override {}
 };
 

@@ -80,6 +80,15 @@ class StagedCommunicator : public Communicator {
     host_->broadcast(staged, root, host_stream_);
     give(inout, staged, stream);
   }
+  void start_exchange(std::span<const ConstView> send, int to, std::span<const View> receive,
+                      int from, Stream& stream) override {
+    for (size_t i = 0; i < send.size(); ++i) {  // one pinned buffer a direction
+      const ConstView out = take(in_, send[i], stream);
+      const View in = out_.view(receive[i]);
+      host_->exchange({&out, 1}, to, {&in, 1}, from, host_stream_);
+      give(receive[i], in, stream);
+    }
+  }
   void start_barrier() override { host_->barrier(); }
 
   std::unique_ptr<Communicator> host_;

@@ -309,6 +309,63 @@ TEST_F(CommunicatorTest, WireBytesFollowTheRingFormulas) {
   bench.stream.synchronize();
 }
 
+// Step i of a full exchange: to the rank i further on, from the one i before, several buffers of
+// different dtypes and sizes at once, among them empty ones.
+TEST_F(CommunicatorTest, ExchangePairsEveryRankWithEveryOther) {
+  auto comm = world().communicator("exchange");
+  Stream stream(device(), "exchange");
+  const auto count = [](int from, int to) { return int64_t{1 + 5 * from + 3 * to}; };
+  std::vector<Tensor> keep;
+  std::vector<Event> arrived;
+  std::vector<std::pair<Tensor, Tensor>> got;
+  comm->reset_wire_bytes();
+  int64_t bytes = 0;
+  Event ready(device());
+  for (int step = 0; step < size(); ++step) {
+    const int to = (rank() + step) % size(), from = (rank() - step + size()) % size();
+    keep.push_back(bench.upload(part_of<bf16>(rank(), count(rank(), to)), {count(rank(), to)}));
+    keep.push_back(bench.upload(part_of<float>(rank() + to, rank()), {rank()}));  // rank 0: nothing
+    const ConstView send[] = {*(keep.end() - 2), *(keep.end() - 1)};
+    got.emplace_back(
+        bench.arena.tensor(Category::kCommunication, "in", DType::kBF16, {count(from, rank())}),
+        bench.arena.tensor(Category::kCommunication, "in", DType::kF32, {from}));
+    const View receive[] = {got.back().first, got.back().second};
+    ready.record(bench.stream);
+    stream.wait(ready);
+    comm->exchange(send, to, receive, from, stream);
+    arrived.emplace_back(device());
+    arrived.back().record(stream);
+    if (step > 0)
+      bytes += 2 * count(from, rank()) + 4 * from;
+  }
+  for (int step = 0; step < size(); ++step) {
+    const int from = (rank() - step + size()) % size();
+    bench.stream.wait(arrived[step]);
+    const auto halves = bench.download<bf16>(got[step].first);
+    for (int64_t i = 0; i < count(from, rank()); ++i)
+      ASSERT_EQ(number(halves[i]), number(value_at<bf16>(from, i))) << "from " << from;
+    const auto floats = bench.download<float>(got[step].second);
+    for (int64_t i = 0; i < from; ++i)
+      ASSERT_EQ(floats[i], value_at<float>(from + rank(), i)) << "from " << from;
+  }
+  EXPECT_EQ(comm->wire_bytes(), bytes);
+}
+
+TEST_F(CommunicatorTest, ExchangeRefusesWhatDoesNotPair) {
+  auto comm = world().communicator("exchange");
+  const Tensor x = bench.arena.tensor(Category::kCommunication, "x", DType::kF32, {4});
+  const ConstView send[] = {x};
+  const View receive[] = {x, x};
+  const std::span<const View> one(receive, 1);
+  EXPECT_THROW(comm->exchange(send, rank(), receive, rank(), bench.stream), ShapeError);
+  EXPECT_THROW(comm->exchange(send, size(), one, rank(), bench.stream), ShapeError);
+  EXPECT_THROW(comm->exchange(send, rank(), one, -1, bench.stream), ShapeError);
+  if (size() > 1) {
+    EXPECT_THROW(comm->exchange(send, rank(), one, (rank() + 1) % size(), bench.stream),
+                 ShapeError);
+  }
+}
+
 TEST_F(CommunicatorTest, SplitOrdersByKey) {
   // Even and odd ranks, in descending order.
   auto comm = world().split("halves", rank() % 2, -rank());

@@ -4,7 +4,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <iomanip>
-#include <map>
 #include <mutex>
 #include <unordered_map>
 #include <utility>
@@ -43,10 +42,15 @@ const char* to_string(Category category) {
   return "?";
 }
 
+// Every operation allocates scratch, so handing out a cached block allocates nothing itself: one
+// look-up by size, and a slot whose name keeps its characters' memory.
 struct Arena::State {
-  struct Allocation {
+  using Blocks = std::vector<std::byte*>;
+  struct Slot {
     Category category;
     std::string name;
+    int64_t bytes = 0;       // 0: the slot is free
+    Blocks* home = nullptr;  // where the block goes back to
   };
 
   explicit State(Device d) : device(d) {}
@@ -54,11 +58,11 @@ struct Arena::State {
 
   Device device;
   std::mutex mutex;
-  std::unordered_map<uint64_t, std::pair<Allocation, int64_t>> live;
-  std::map<int64_t, std::vector<std::byte*>> cache;  // rounded size -> free blocks
+  std::vector<Slot> slots;  // a Buffer's id is its index here
+  std::vector<uint64_t> free_slots;
+  std::unordered_map<int64_t, Blocks> cache;  // rounded size -> free blocks; entries stay
   CategoryBytes categories[kCategoryCount];
   CategoryBytes total;
-  uint64_t next_id = 1;
   bool poison = false;
   int64_t plan_address = int64_t{1} << 40;
 
@@ -100,12 +104,54 @@ struct Arena::State {
     std::free(data);
   }
 
+  /// Null when the device is out of memory.
+  std::byte* take(Category category, std::string_view name, int64_t bytes, uint64_t& id) {
+    const int64_t rounded = round_up(bytes, kAlignment);
+    Blocks& home = cache[rounded];
+    std::byte* data = nullptr;
+    if (!home.empty()) {
+      data = home.back();
+      home.pop_back();
+    } else {
+      data = system_allocate(rounded);
+      if (!data) {
+        trim();
+        data = system_allocate(rounded);
+      }
+      if (!data)
+        return nullptr;
+    }
+    if (free_slots.empty()) {
+      free_slots.push_back(slots.size());
+      slots.emplace_back();
+    }
+    id = free_slots.back();
+    free_slots.pop_back();
+    Slot& slot = slots[id];
+    slot.category = category;
+    slot.name.assign(name);
+    slot.bytes = bytes;
+    slot.home = &home;
+    add(categories[static_cast<int>(category)], bytes);
+    add(total, bytes);
+    return data;
+  }
+
+  void give_back(std::byte* data, uint64_t id) {
+    Slot& slot = slots[id];
+    add(categories[static_cast<int>(slot.category)], -slot.bytes);
+    add(total, -slot.bytes);
+    slot.bytes = 0;
+    slot.home->push_back(data);
+    free_slots.push_back(id);
+  }
+
   void trim() {
     for (auto& [size, blocks] : cache) {
       for (std::byte* block : blocks)
         system_free(block);
+      blocks.clear();
     }
-    cache.clear();
   }
 };
 
@@ -134,12 +180,7 @@ void Buffer::reset() {
   if (data_) {
     auto* state = static_cast<Arena::State*>(arena_.get());
     std::lock_guard lock(state->mutex);
-    const auto entry = state->live.find(id_);
-    const auto& allocation = entry->second.first;
-    Arena::State::add(state->categories[static_cast<int>(allocation.category)], -bytes_);
-    Arena::State::add(state->total, -bytes_);
-    state->live.erase(entry);
-    state->cache[round_up(bytes_, kAlignment)].push_back(data_);
+    state->give_back(data_, id_);
   }
   data_ = nullptr;
   bytes_ = 0;
@@ -157,28 +198,10 @@ Buffer Arena::allocate(Category category, std::string_view name, int64_t bytes) 
   Buffer buffer;
   if (bytes == 0)
     return buffer;
-  const int64_t rounded = round_up(bytes, kAlignment);
   std::byte* data = nullptr;
   {
     std::lock_guard lock(state_->mutex);
-    const auto cached = state_->cache.find(rounded);
-    if (cached != state_->cache.end() && !cached->second.empty()) {
-      data = cached->second.back();
-      cached->second.pop_back();
-    } else {
-      data = state_->system_allocate(rounded);
-      if (!data) {
-        state_->trim();
-        data = state_->system_allocate(rounded);
-      }
-    }
-    if (data) {
-      buffer.id_ = state_->next_id++;
-      state_->live.emplace(buffer.id_,
-                           std::pair{State::Allocation{category, std::string(name)}, bytes});
-      State::add(state_->categories[static_cast<int>(category)], bytes);
-      State::add(state_->total, bytes);
-    }
+    data = state_->take(category, name, bytes, buffer.id_);
   }
   ROWSHARD_CHECK(data, DeviceError, "out of memory on ", state_->device, ": ", name, " (",
                  to_string(category), ") needs ", bytes, " bytes. Live now:\n", table(),
@@ -187,6 +210,7 @@ Buffer Arena::allocate(Category category, std::string_view name, int64_t bytes) 
   buffer.data_ = data;
   buffer.bytes_ = bytes;
   if (state_->poison && !state_->device.is_plan()) {
+    const int64_t rounded = round_up(bytes, kAlignment);
 #if ROWSHARD_CUDA
     if (state_->device.is_cuda()) {
       // The fill is on no stream of ours: work queued on the block's last use must be done before
@@ -235,9 +259,9 @@ void Arena::reset_peak() {
 std::vector<std::pair<std::string, int64_t>> Arena::live(Category category) const {
   std::lock_guard lock(state_->mutex);
   std::vector<std::pair<std::string, int64_t>> result;
-  for (const auto& [id, entry] : state_->live) {
-    if (entry.first.category == category)
-      result.emplace_back(entry.first.name, entry.second);
+  for (const State::Slot& slot : state_->slots) {
+    if (slot.bytes > 0 && slot.category == category)
+      result.emplace_back(slot.name, slot.bytes);
   }
   std::sort(result.begin(), result.end(),
             [](const auto& a, const auto& b) { return a.second > b.second; });

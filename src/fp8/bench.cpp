@@ -5,17 +5,11 @@
 
 #include "core/rng.h"
 #include "fp8/gemm.h"
+#include "fp8/gemm_cublaslt.h"
 #include "fp8/quantize.h"
 #include "fp8/rebuild.h"
 
 namespace rowshard {
-
-#if ROWSHARD_CUDA
-namespace cuda {
-std::vector<double> time_gemm_algorithms(const View& y, const ConstFp8View& x,
-                                         const ConstFp8View& w, int repeats, Context& ctx);
-}
-#endif
 
 namespace {
 
@@ -181,7 +175,8 @@ std::vector<KernelMeasurement> bench_fp8_kernels(const BenchOptions& options, Co
 std::vector<GemmShape> llama_gemm_shapes() {
   return {{"8B qkv", 6144, 4096},       {"8B o", 4096, 4096},      {"8B gate_up", 28672, 4096},
           {"8B down", 4096, 14336},     {"70B qkv", 10240, 8192},  {"70B o", 8192, 8192},
-          {"70B gate_up", 57344, 8192}, {"70B down", 8192, 28672}, {"8B k or v", 1024, 4096}};
+          {"70B gate_up", 57344, 8192}, {"70B down", 8192, 28672}, {"8B k or v", 1024, 4096},
+          {"8B k+v", 2048, 4096}};
 }
 
 std::vector<GemmMeasurement> bench_fp8_gemm(const BenchOptions& options,
@@ -192,6 +187,9 @@ std::vector<GemmMeasurement> bench_fp8_gemm(const BenchOptions& options,
   };
   std::vector<GemmMeasurement> results;
   for (const GemmShape& shape : shapes) {
+    if (shape.name.find(options.only) == std::string::npos) {
+      continue;
+    }
     for (const bool dgrad : {false, true}) {
       for (const int64_t m : options.gemm_tokens) {
         GemmMeasurement result;
@@ -233,6 +231,8 @@ std::vector<GemmMeasurement> bench_fp8_gemm(const BenchOptions& options,
           const Set& set = sets.front();
           const std::vector<double> candidates =
               cuda::time_gemm_algorithms(set.y, set.x.view, set.w.view, options.repeats, ctx);
+          result.bare_host_us =
+              cuda::time_bare_call(set.y, set.x.view, set.w.view, kHostCalls, ctx);
           result.best_algorithm_us = *std::min_element(candidates.begin(), candidates.end());
           // Both from the same loop over one set of operands.
           result.of_best = candidates.front() / result.best_algorithm_us;

@@ -21,6 +21,7 @@ struct BenchOptions {
   int64_t copy_bytes = int64_t{512} << 20;    // moved by the large device copy, both ways counted
   std::vector<std::pair<int64_t, int64_t>> kernel_shapes = {{4096, 4096}, {4096, 14336}};
   std::vector<int64_t> gemm_tokens = {2048, 4096, 8192, 16384};
+  std::string only;  // GEMM shapes whose name contains this
 };
 
 struct KernelMeasurement {
@@ -40,7 +41,7 @@ struct GemmShape {
   int64_t n = 0, k = 0;
 };
 /// The weights of Llama-3.1-8B and 70B as gathered (q, k, v fused; gate and up fused), and the
-/// narrow k and v of the 8B model alone.
+/// narrow k and v of the 8B model alone and fused.
 std::vector<GemmShape> llama_gemm_shapes();
 
 struct GemmMeasurement {
@@ -49,6 +50,7 @@ struct GemmMeasurement {
   double median_us = 0, fastest_us = 0;
   double tflop_per_s = 0;        // of the median
   double host_us = 0;            // of the calling thread, a warm call
+  double bare_host_us = 0;       // of a cublasLtMatmul with everything at hand; 0 on the host
   double best_algorithm_us = 0;  // the fastest of cuBLASLt's candidates; 0 on the host
   double of_best = 0;            // median_us / best_algorithm_us
 };

@@ -53,16 +53,20 @@ namespace {
 
 void check_parts(const ConstView& codes, const ConstView& scales, Grouping grouping,
                  Shape (*shape_of)(Grouping, int64_t, int64_t), const char* what) {
-  const std::string got =
-      message(to_string(grouping), " codes ", describe(codes), ", scales ", describe(scales));
-  ROWSHARD_CHECK(codes.shape.rank() == 2, ShapeError, what, ": codes must be a matrix; got ", got);
+  // Only on failure: this runs on every call of every operation.
+  const auto got = [&] {
+    return message(to_string(grouping), " codes ", describe(codes), ", scales ", describe(scales));
+  };
+  ROWSHARD_CHECK(codes.shape.rank() == 2, ShapeError, what, ": codes must be a matrix; got ",
+                 got());
   ROWSHARD_CHECK(codes.dtype == DType::kE4M3 || codes.dtype == DType::kE5M2, ShapeError, what,
-                 ": codes must be e4m3 or e5m2; got ", got);
+                 ": codes must be e4m3 or e5m2; got ", got());
   const Shape wanted = shape_of(grouping, codes.dim(0), codes.dim(1));
   ROWSHARD_CHECK(scales.dtype == scale_dtype(grouping) && scales.shape == wanted, ShapeError, what,
-                 ": scales must be ", to_string(scale_dtype(grouping)), " ", wanted, "; got ", got);
+                 ": scales must be ", to_string(scale_dtype(grouping)), " ", wanted, "; got ",
+                 got());
   ROWSHARD_CHECK(codes.device == scales.device, ShapeError, what,
-                 ": codes and scales on two devices: ", got);
+                 ": codes and scales on two devices: ", got());
 }
 
 }  // namespace

@@ -13,12 +13,19 @@
 //
 // cuda, sm_90: cuBLASLt's block-scaled product for 1×128·128×128, 128×128·1×128 and 1×128·1×128,
 // without fast accumulation. It needs K % 16 = 0 and N % 8 = 0; any M works (what is not a
-// multiple of 8 is padded into scratch). Pairs the hardware has no product for (MX,
-// 128×128·128×128) are widened to bf16 and multiplied as such, which is said once in the log.
-// Descriptors and the algorithm are cached by device, shape, layout and alignment. Queued on
-// ctx.stream; scratch comes from ctx.arena (workspace).
+// multiple of 8 is padded into scratch).
 //
-// The plan device (core/matmul.h) allocates and frees the scratch of a product, host or sm_90.
+// cuda, compute capability 10 and above: cuBLASLt's MX product (K % 32 = 0, N % 8 = 0), with both
+// operands' scales put into the tensor cores' order in scratch. Compiled, and never run: there was
+// no such GPU. The order of the scales and the choice of the product are tested.
+//
+// What the hardware has no product for (MX on sm_90, 128×128·128×128, f32 block scales elsewhere)
+// is widened to bf16 and multiplied as such, which is said once in the log.
+//
+// Descriptors and the algorithm are cached by device, shape, layout and alignment. Queued on
+// ctx.stream, capturable; scratch comes from ctx.arena (workspace).
+//
+// The plan device allocates and frees the scratch of a product, host or sm_90.
 //
 // Throws ShapeError when shapes, dtypes or devices do not fit or the pair is illegal, DeviceError
 // with every size, stride, mode, alignment and version when cuBLASLt has no algorithm.

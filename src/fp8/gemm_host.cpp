@@ -5,7 +5,9 @@
 #include <memory>
 
 #include "core/error.h"
+#include "core/matmul.h"
 #include "fp8/gemm.h"
+#include "fp8/gemm_path.h"
 #include "fp8/gemm_scratch.h"
 #include "fp8/quantize.h"
 #include "fp8/scale_grid.h"
@@ -137,11 +139,16 @@ void fp8_gemm(const View& y, const ConstFp8View& x, const ConstFp8View& w,
 
 namespace {
 
-/// On sm_90, and for the pairs that have an FP8 product there.
+/// Of the host, or of Hopper.
 void plan_scratch(const View& y, const ConstFp8View& x, const ConstFp8View& w,
                   const GemmOptions& options, Context& ctx) {
   if (ctx.device().index == 0) {
     host::GemmScratch(y, x, w, options, ctx);
+    return;
+  }
+  if (choose_gemm(90, x.grouping, w.grouping, w.outer(), x.inner()).path == GemmPath::kWidened) {
+    const cuda::WidenedGemmScratch scratch(x, w, ctx);
+    matmul(scratch.sums, scratch.x, Transpose::kNo, scratch.w, Transpose::kYes, 1, 0, ctx);
     return;
   }
   std::optional<cuda::PaddedGemmScratch> padded;

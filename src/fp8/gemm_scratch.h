@@ -2,7 +2,9 @@
 // device allocates what the device it stands for would.
 #pragma once
 
+#include "core/matmul.h"
 #include "fp8/gemm.h"
+#include "fp8/mx_scales.h"
 
 namespace rowshard {
 
@@ -42,7 +44,7 @@ inline Buffer gemm_workspace(Context& ctx) {
   return ctx.arena.allocate(Category::kWorkspace, "gemm.workspace", kGemmWorkspace);
 }
 
-/// For an M that is no multiple of 8: x and y with M rounded up.
+/// For an M that is no multiple of 8 under block scales: x and y with M rounded up.
 struct PaddedGemmScratch {
   Tensor codes, result;
   Tensor scales;  // no data when those of x already fit
@@ -57,6 +59,34 @@ struct PaddedGemmScratch {
     if (x.grouping == Grouping::k1x128 && !(shape == x.scales.shape))
       scales = make("gemm.pad.s", DType::kF32, shape);
     result = make("gemm.pad.y", y.dtype, {padded, y.dim(1)});
+  }
+};
+
+/// Scales of both operands as the tensor cores read them.
+struct MxGemmScratch {
+  Tensor x, w;
+
+  MxGemmScratch(const ConstFp8View& x8, const ConstFp8View& w8, Context& ctx) {
+    const auto make = [&](const char* name, const ConstFp8View& operand) {
+      return ctx.arena.tensor(Category::kWorkspace, name, DType::kU8,
+                              swizzled_scale_shape(operand.outer(), operand.inner()));
+    };
+    x = make("gemm.mx.x", x8);
+    w = make("gemm.mx.w", w8);
+  }
+};
+
+/// Where there is no FP8 product: both operands in bf16 and the sums in f32.
+struct WidenedGemmScratch {
+  Tensor x, w, sums;
+
+  WidenedGemmScratch(const ConstFp8View& x8, const ConstFp8View& w8, Context& ctx) {
+    const auto make = [&](const char* name, DType dtype, int64_t rows, int64_t cols) {
+      return ctx.arena.tensor(Category::kWorkspace, name, dtype, {rows, cols});
+    };
+    x = make("gemm.wide.x", DType::kBF16, x8.outer(), x8.inner());
+    w = make("gemm.wide.w", DType::kBF16, w8.outer(), w8.inner());
+    sums = make("gemm.wide.y", DType::kF32, x8.outer(), w8.outer());
   }
 };
 

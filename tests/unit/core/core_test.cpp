@@ -88,6 +88,44 @@ TEST(Arena, CountsByCategoryAndReusesAddresses) {
   EXPECT_EQ(arena.bytes(Category::kColumnwise).now, 1000);
 }
 
+TEST(Arena, NamesAndBytesFollowTheLiveBuffers) {
+  Bench bench;
+  Arena& arena = bench.arena;
+  Buffer first = arena.allocate(Category::kGathered, "a name longer than a short string", 512);
+  Buffer second = arena.allocate(Category::kGathered, "second", 300);
+  std::byte* const first_address = first.data();
+  first.reset();
+  // 257 to 512 bytes are one block size: the freed block comes back under the new name and bytes.
+  Buffer third = arena.allocate(Category::kAdapter, "third", 500);
+  EXPECT_EQ(third.data(), first_address);
+  Buffer fourth = arena.allocate(Category::kGathered, "fourth", 512);
+  EXPECT_NE(fourth.data(), first_address);
+  using Live = std::vector<std::pair<std::string, int64_t>>;
+  EXPECT_EQ(arena.live(Category::kGathered), (Live{{"fourth", 512}, {"second", 300}}));
+  EXPECT_EQ(arena.live(Category::kAdapter), (Live{{"third", 500}}));
+  EXPECT_EQ(arena.total().now, 512 + 300 + 500);
+  // Blocks in use survive a trim and are handed out again afterwards.
+  std::byte* const second_address = second.data();
+  arena.trim();
+  second.reset();
+  EXPECT_EQ(arena.allocate(Category::kScales, "again", 300).data(), second_address);
+  third.reset();
+  fourth.reset();
+  EXPECT_EQ(arena.total().now, 0);
+  EXPECT_EQ(arena.total().peak, 512 + 300 + 500);
+}
+
+// A buffer may outlive its arena object: the state stays until the last one is gone.
+TEST(Arena, BuffersMayOutliveTheArena) {
+  Buffer buffer;
+  {
+    Arena arena(testing::test_device);
+    buffer = arena.allocate(Category::kWorkspace, "survivor", 1 << 12);
+  }
+  EXPECT_NE(buffer.data(), nullptr);
+  EXPECT_NO_THROW(buffer.reset());
+}
+
 TEST(Arena, OutOfMemoryNamesTheRequestAndTheLiveBytes) {
   if (testing::test_device.is_host())
     GTEST_SKIP() << "the host overcommits";

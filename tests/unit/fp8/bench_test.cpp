@@ -55,8 +55,9 @@ TEST(Fp8Bench, GemmFiguresFitTogether) {
     EXPECT_GT(r.host_us, 0);
     EXPECT_DOUBLE_EQ(r.tflop_per_s, 2.0 * 64 * 256 * 128 / r.median_us * 1e-6);
     EXPECT_EQ(r.best_algorithm_us > 0, testing::test_device.is_cuda());
+    EXPECT_EQ(r.bare_host_us > 0, testing::test_device.is_cuda());
   }
-  EXPECT_EQ(llama_gemm_shapes().size(), 9u);
+  EXPECT_EQ(llama_gemm_shapes().size(), 10u);
 }
 
 }  // namespace

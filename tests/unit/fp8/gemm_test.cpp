@@ -60,10 +60,12 @@ double value_of(DType dtype, const uint8_t* data, int64_t i) {
   }
 }
 
-// Runs the product on the device under test and compares with the oracle. The bound per element:
-// both sum K terms in f32, in different orders (tensor cores keep at least 13 bits below the
-// largest term of a block), then round once to y's dtype.
-void expect_oracle(const Operand& x, const Operand& w, DType dtype, bool with_bias, float beta) {
+// Runs the product of given_x and given_w on the device under test and counts the elements that are
+// further from the oracle's product of x and w than the bound. The bound per element: both sum K
+// terms in f32, in different orders (tensor cores keep at least 13 bits below the largest term of a
+// block), then round once to y's dtype.
+int64_t elements_off(const Operand& x, const Operand& w, const Operand& given_x,
+                     const Operand& given_w, DType dtype, bool with_bias, float beta) {
   Bench bench;
   const int64_t m = x.outer, n = w.outer, k = x.inner;
   std::vector<float> bias_values = testing::many_scales(1, n, 11);
@@ -81,7 +83,7 @@ void expect_oracle(const Operand& x, const Operand& w, DType dtype, bool with_bi
     options.bias = bias;
     host_options.bias = ConstView(host_bias.data(), bias_dtype, {n}, kHost);
   }
-  Fp8Tensor x8 = x.upload(bench), w8 = w.upload(bench);
+  Fp8Tensor x8 = given_x.upload(bench), w8 = given_w.upload(bench);
   fp8_gemm(y, x8.view(), w8.view(), options, bench.ctx);
   const std::vector<uint8_t> got = bench.download<uint8_t>(y);
   fp8_gemm_oracle(View(wanted.data(), dtype, {m, n}, kHost), x.view(), w.view(), host_options);
@@ -95,7 +97,7 @@ void expect_oracle(const Operand& x, const Operand& w, DType dtype, bool with_bi
   const double store_error = dtype == DType::kF32    ? 0x1p-22
                              : dtype == DType::kBF16 ? 0x1p-7
                                                      : 0x1p-10;
-  int shown = 0;
+  int64_t off = 0;
   for (int64_t row = 0; row < m; ++row) {
     for (int64_t col = 0; col < n; ++col) {
       double magnitude = 0, dropped = 0;
@@ -118,13 +120,17 @@ void expect_oracle(const Operand& x, const Operand& w, DType dtype, bool with_bi
           sum_error * magnitude + dropped +
           store_error * (std::abs(expected) + before + sum_error * magnitude + dropped) +
           (dtype == DType::kF16 ? 0x1p-24 : 0);
-      if (!(std::abs(actual - expected) <= bound) && !(actual == expected) && shown++ < 3) {
-        ADD_FAILURE() << Shape{m, n, k} << " " << to_string(x.grouping) << " by "
-                      << to_string(w.grouping) << " at " << row << ", " << col << ": " << actual
-                      << ", oracle " << expected << ", bound " << bound;
-      }
+      off += !(std::abs(actual - expected) <= bound) && !(actual == expected);
     }
   }
+  return off;
+}
+
+void expect_oracle(const Operand& x, const Operand& w, DType dtype, bool with_bias, float beta) {
+  EXPECT_EQ(elements_off(x, w, x, w, dtype, with_bias, beta), 0)
+      << "elements outside the bound: M, N, K " << Shape{x.outer, w.outer, x.inner} << " "
+      << to_string(x.grouping) << " by " << to_string(w.grouping) << " as " << to_string(dtype)
+      << (with_bias ? ", bias" : "") << ", beta " << beta;
 }
 
 struct Pair {
@@ -233,16 +239,85 @@ TEST(Gemm, RowsDoNotSeeEachOther) {
   }
 }
 
-// A scale moved by one block, or read with the stride of the unpadded matrix, must show.
-TEST(Gemm, AMisplacedScaleShows) {
-  const Operand x(64, 640, Grouping::k1x128, 1), w(136, 640, Grouping::k128x128, 2);
+// Scales of another row or block, or written as if rows were not padded, must show in the product.
+TEST(Gemm, MisplacedScalesShow) {
+  const int64_t m = 37, n = 136, k = 640;  // 5 blocks of K and 37 rows: both paddings matter
+  const Operand x(m, k, Grouping::k1x128, 1), w(n, k, Grouping::k128x128, 2);
+  const Operand mx(m, k, Grouping::kMx1x32, 1), mx_w(n, k, Grouping::kMx32x32, 2);
+  const auto expect_off = [](const Operand& x, const Operand& w, const Operand& wrong_x,
+                             const Operand& wrong_w, const char* what) {
+    const int64_t off = elements_off(x, w, wrong_x, wrong_w, DType::kF32, false, 0);
+    EXPECT_GT(off, x.outer * w.outer / 20) << what;
+  };
+  ASSERT_EQ(elements_off(x, w, x, w, DType::kF32, false, 0), 0);
+  const auto floats = [](Operand& operand) {
+    return reinterpret_cast<float*>(operand.bytes.scales.data());
+  };
+  // Rows of scales written with the stride of the unpadded matrix.
+  const auto unpadded = [&](Operand operand, int64_t rows, int64_t valid, int64_t stride) {
+    float* scales = floats(operand);
+    for (int64_t r = 0; r < rows; ++r) {
+      std::copy_n(scales + r * stride, valid, scales + r * valid);
+    }
+    std::fill(scales + rows * valid, scales + rows * stride, 1.0f);
+    return operand;
+  };
+  expect_off(x, w, x, unpadded(w, 2, 5, 8), "w: rows of 5 scales not padded to 8");
+  expect_off(x, w, unpadded(x, 5, 37, 40), w, "x: rows of 37 scales not padded to 40");
   Operand moved = w;
-  auto* scales = reinterpret_cast<float*>(moved.bytes.scales.data());
-  std::rotate(scales, scales + 5, scales + 8 + 5);
-  std::vector<float> right(64 * 136), wrong(64 * 136);
-  fp8_gemm_oracle(View(right.data(), DType::kF32, {64, 136}, kHost), x.view(), w.view(), {});
-  fp8_gemm_oracle(View(wrong.data(), DType::kF32, {64, 136}, kHost), x.view(), moved.view(), {});
-  EXPECT_NE(right, wrong);
+  std::rotate(floats(moved), floats(moved) + 1, floats(moved) + 5);
+  expect_off(x, w, x, moved, "w: every scale one block early");
+  moved = x;
+  std::rotate(floats(moved), floats(moved) + 1, floats(moved) + 37);
+  expect_off(x, w, moved, w, "x: every scale of the first block one row early");
+  moved = mx;
+  std::rotate(moved.bytes.scales.begin(), moved.bytes.scales.begin() + 1, moved.bytes.scales.end());
+  expect_off(mx, mx_w, moved, mx_w, "x mx: every scale one group early");
+  moved = mx_w;
+  std::rotate(moved.bytes.scales.begin(), moved.bytes.scales.begin() + 1, moved.bytes.scales.end());
+  expect_off(mx, mx_w, mx, moved, "w mx: every scale one group early");
+
+  // Said by shape, where a shape can say it.
+  Bench bench;
+  Fp8Tensor x8 = x.upload(bench), w8 = w.upload(bench);
+  Tensor y = bench.arena.tensor(Category::kActivations, "y", DType::kF32, {m, n});
+  Fp8View wrong = w8.view();
+  wrong.scales = View(wrong.scales.data, DType::kF32, {2, 5}, wrong.scales.device);
+  EXPECT_THROW(fp8_gemm(y, x8.view(), wrong, {}, bench.ctx), ShapeError);
+  wrong = x8.view();
+  wrong.scales = View(wrong.scales.data, DType::kF32, {5, 37}, wrong.scales.device);
+  EXPECT_THROW(fp8_gemm(y, wrong, w8.view(), {}, bench.ctx), ShapeError);
+}
+
+// The plan device takes the scratch that the device under test takes, to the byte.
+TEST(Gemm, PlanCountsTheScratch) {
+  for (const Pair pair : kPairs) {
+    for (const int64_t m : {64, 37}) {
+      for (const DType dtype : {DType::kF32, DType::kBF16}) {
+        const auto peak = [&](Device device) {
+          Arena arena(device);
+          Stream stream(device);
+          Context ctx{arena, stream};
+          const auto operand = [&](Grouping grouping, int64_t outer, int64_t inner) {
+            return std::pair{
+                arena.tensor(Category::kActivations, "codes", DType::kE4M3, {outer, inner}),
+                arena.tensor(Category::kScales, "scales", scale_dtype(grouping),
+                             gemm_scale_shape(grouping, outer, inner))};
+          };
+          const auto [x, x_scales] = operand(pair.x, m, 256);
+          const auto [w, w_scales] = operand(pair.w, 72, 256);
+          const Tensor y = arena.tensor(Category::kActivations, "y", dtype, {m, 72});
+          fp8_gemm(y, {x, x_scales, pair.x}, {w, w_scales, pair.w}, {}, ctx);
+          stream.synchronize();
+          return arena.bytes(Category::kWorkspace).peak;
+        };
+        const int64_t planned = peak({DeviceKind::kPlan, testing::test_device.is_cuda() ? 1 : 0});
+        EXPECT_EQ(planned, peak(testing::test_device))
+            << to_string(pair.x) << " by " << to_string(pair.w) << ", M " << m;
+        EXPECT_GT(planned, 0);
+      }
+    }
+  }
 }
 
 TEST(GemmErrors, AreNamed) {

@@ -21,14 +21,15 @@ struct Arguments {
   std::string json;
   std::string only;
   DeviceChoice device = DeviceChoice::kAuto;
-  CudaTransport transport = CudaTransport::kNccl;
+  CudaTransport transport = CudaTransport::kPeer;
   int repeats = 31;
   int64_t mebibytes = 64;
 };
 
 bool parse(int argc, char** argv, Arguments& arguments) {
   OptionSet set(
-      "bench collectives|kernels|gemm [options]",
+      "bench collectives|kernels|gemm|step [options]",
+      "step         a training step of a model shape: bench step --help\n"
       "collectives  checks the collectives over all ranks, then measures them\n"
       "kernels      FP8 quantisers, dequantise and rebuild, beside the device's own copy\n"
       "gemm         the FP8 GEMM at the layer shapes of Llama-3.1-8B and 70B");
@@ -39,15 +40,14 @@ bool parse(int argc, char** argv, Arguments& arguments) {
   set.add("json", "FILE", "write the figures there too", arguments.json);
   set.add_choice("device", "auto|cuda|host", "where to run; auto takes cuda when a GPU is visible",
                  arguments.device, parse_device_choice);
-  set.add_choice(
-      "transport", "nccl|staged",
-      "how GPU buffers travel: NCCL, or through host memory (slow; ranks may share a GPU)",
-      arguments.transport, parse_transport);
+  set.add_choice("transport", "peer|nccl|staged",
+                 "collectives: as in finetune; gathers of fixed parts are those that peer changes",
+                 arguments.transport, parse_transport);
   if (!set.parse(argc, argv, std::cout))
     return false;
   ROWSHARD_CHECK(
       arguments.what == "collectives" || arguments.what == "kernels" || arguments.what == "gemm",
-      ConfigError, "bench ", arguments.what, ": use one of collectives, kernels, gemm");
+      ConfigError, "bench ", arguments.what, ": use one of collectives, kernels, gemm, step");
   ROWSHARD_CHECK(arguments.mebibytes >= 1 && arguments.mebibytes <= 65536, ConfigError, "--mib ",
                  arguments.mebibytes, ": must be 1 to 65536");
   ROWSHARD_CHECK(arguments.repeats >= 1, ConfigError, "--repeats ", arguments.repeats,
@@ -55,17 +55,21 @@ bool parse(int argc, char** argv, Arguments& arguments) {
   return true;
 }
 
-void write_json(const Arguments& arguments, Device device, Json facts, const Json& results) {
+void write_json(const std::string& file, const Json& all) {
   std::fflush(stdout);
-  if (arguments.json.empty())
+  if (file.empty())
     return;
+  std::ofstream out(file);
+  out << all.dump(2) << "\n" << std::flush;
+  ROWSHARD_CHECK(out, ConfigError, "--json ", file, ": cannot write this file");
+}
+
+void write_json(const Arguments& arguments, Device device, Json facts, const Json& results) {
   Json all = {{"bench", arguments.what}, {"device", device_name(device)}};
   all.update(facts);
   all["repeats"] = arguments.repeats;
   all["results"] = results;
-  std::ofstream out(arguments.json);
-  out << all.dump(2) << "\n" << std::flush;
-  ROWSHARD_CHECK(out, ConfigError, "--json ", arguments.json, ": cannot write this file");
+  write_json(arguments.json, all);
 }
 
 void report_collectives(const World& world, const std::vector<CollectiveResult>& results,
@@ -148,9 +152,62 @@ void bench_gemm_command(const BenchOptions& options, const std::vector<GemmShape
   write_json(arguments, ctx.device(), Json::object(), rows);
 }
 
+void report_step(const World& world, const StepBenchOptions& options, const StepBenchResult& result,
+                 const std::string& json) {
+  std::printf("%d ranks on %s over %s, %lld tokens a rank, prefetch %d, every step the same bits\n",
+              world.size(), device_name(world.device()).c_str(), to_string(world.transport()),
+              static_cast<long long>(options.tokens * options.grad_accum),
+              options.execution.prefetch);
+  std::printf("%-10s %10s %10s %12s %12s %12s %10s\n", "reshard", "step ms", "wait ms",
+              "reduction ms", "tokens/s", "wire MiB", "peak GiB");
+  Json rows = Json::array();
+  for (const StepMeasurement& r : result.modes) {
+    std::printf("%-10s %10.3f %10.3f %12.3f %12.0f %12.1f %10.2f\n", r.mode.c_str(), r.step_ms,
+                r.wait_ms, r.reduction_ms, r.tokens_per_second,
+                static_cast<double>(r.wire_bytes) / (1 << 20),
+                static_cast<double>(r.peak_bytes) / (1 << 30));
+    rows.push_back({{"reshard", r.mode},
+                    {"step_ms", r.step_ms},
+                    {"wait_ms", r.wait_ms},
+                    {"reduction_ms", r.reduction_ms},
+                    {"tokens_per_second", r.tokens_per_second},
+                    {"wire_bytes", r.wire_bytes},
+                    {"peak_bytes", r.peak_bytes},
+                    {"loss", r.loss},
+                    {"grad_norm", r.grad_norm}});
+  }
+  Json all = {{"bench", "step"},
+              {"device", device_name(world.device())},
+              {"ranks", world.size()},
+              {"launcher", to_string(world.launch().launcher)},
+              {"transport", to_string(world.transport())},
+              {"tokens", options.tokens},
+              {"grad_accum", options.grad_accum},
+              {"results", rows}};
+  if (result.not_hidden) {
+    std::printf("communication not hidden: %.2f %% of the step\n", 100 * *result.not_hidden);
+    all["not_hidden"] = *result.not_hidden;
+  }
+  write_json(json, all);
+}
+
+int bench_step_command(int argc, char** argv) {
+  StepBenchOptions options = default_step_bench();
+  std::string json;
+  if (!parse_options(argc, argv, std::cout, options, json))
+    return 0;
+  return run_on_ranks(options.execution.device, options.execution.transport, [&](World& world) {
+    const StepBenchResult result = bench_step(world, options);
+    if (world.rank() == 0)
+      report_step(world, options, result, json);
+  });
+}
+
 }  // namespace
 
 int command_bench(int argc, char** argv) {
+  if (argc > 1 && std::string(argv[1]) == "step")
+    return bench_step_command(argc - 1, argv + 1);
   Arguments arguments;
   if (!parse(argc, argv, arguments))
     return 0;

@@ -45,8 +45,10 @@ void add_execution(OptionSet& set, ExecutionOptions& options) {
   set.add_choice("device", "auto|cuda|host", "where to run; auto takes cuda when a GPU is visible",
                  options.device, parse_device_choice);
   set.add_choice(
-      "transport", "nccl|staged",
-      "how GPU buffers travel: NCCL, or through host memory (slow; ranks may share a GPU)",
+      "transport", "peer|nccl|staged",
+      "how GPU buffers travel: gathers of the base by copy engines out of the peers' "
+      "memory and the rest over NCCL, all over NCCL, or through host memory (slow; ranks "
+      "may share a GPU)",
       options.transport, parse_transport);
 }
 
@@ -114,7 +116,8 @@ void add_finetune(OptionSet& set, FinetuneOptions& options) {
           options.resume);
 
   set.section("Trace and trial");
-  set.add("trace", "FILE", "timeline of gathers, rebuilds, GEMMs and reductions, Chrome's format",
+  set.add("trace", "FILE", "timeline of gathers, rebuilds, GEMMs and reductions of the first four steps, Chrome's "
+          "format; with several ranks one file each, FILE with .rankN before its ending",
           options.trace);
 }
 
@@ -188,6 +191,41 @@ bool parse_options(int argc, char** argv, std::ostream& out, GenerateOptions& op
   set.add("max-new-tokens", "N", "stop after so many, or at the model's end-of-text token",
           options.max_new_tokens);
   set.flag("json", "print one JSON object", options.json);
+  add_execution(set, options.execution);
+  if (!set.parse(argc, argv, out))
+    return false;
+  check(options);
+  return true;
+}
+
+bool parse_options(int argc, char** argv, std::ostream& out, StepBenchOptions& options,
+                   std::string& json) {
+  OptionSet set(
+      "bench step [options]",
+      "A training step of a model of these sizes with random weights, on all ranks: what\n"
+      "it takes, and what its gathers and its reduction add to it.");
+  set.section("Model");
+  ModelConfig& model = options.model;
+  set.add("hidden", "N", "hidden size", model.hidden_size);
+  set.add("intermediate", "N", "hidden size of the feed-forward part", model.intermediate_size);
+  set.add("layers", "N", "decoder blocks", model.layers);
+  set.add("heads", "N", "attention heads", model.heads);
+  set.add("kv-heads", "N", "heads of keys and values", model.kv_heads);
+  set.add("head-dim", "N", "size of a head", model.head_dim);
+  set.add("vocabulary", "N", "rows of embedding and head", model.vocab_size);
+  set.section("Step");
+  set.add("tokens", "N", "tokens a rank computes at once", options.tokens);
+  set.add("grad-accum", "N", "micro-batches of one optimiser step", options.grad_accum);
+  set.add("lora-r", "N", "rank of the adapters", options.lora.r);
+  set.add_choice("recompute", "none|block",
+                 "block keeps only the input of each decoder block and runs its forward again in "
+                 "backward",
+                 options.recompute, parse_recompute);
+  set.add("steps", "N", "timed steps; the median counts", options.steps);
+  set.add("baseline", "measure the same step with every unit resident too, in turns",
+          options.baseline);
+  set.add("json", "FILE", "write the figures there too", json);
+  set.add("trace", "FILE", "timeline of one step more, Chrome's format", options.trace);
   add_execution(set, options.execution);
   if (!set.parse(argc, argv, out))
     return false;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "finetune/options.h"
+#include "finetune/step_bench.h"
 #include "option_set.h"
 
 namespace rowshard {
@@ -11,5 +12,9 @@ bool parse_options(int argc, char** argv, std::ostream& out, FinetuneOptions& op
 bool parse_options(int argc, char** argv, std::ostream& out, PlanOptions& options);
 bool parse_options(int argc, char** argv, std::ostream& out, EvaluateOptions& options);
 bool parse_options(int argc, char** argv, std::ostream& out, GenerateOptions& options);
+
+/// `json`: a file for the figures.
+bool parse_options(int argc, char** argv, std::ostream& out, StepBenchOptions& options,
+                   std::string& json);
 
 }  // namespace rowshard

@@ -61,7 +61,7 @@ void Communicator::check_operand(const char* kind, const ConstView& view,
                  stream.device(), " must be on ", device_);
 }
 
-void Communicator::all_gather(const View& out, const ConstView& in, Stream& stream) {
+void Communicator::check_all_gather(const View& out, const ConstView& in, const Stream& stream) {
   ++issued_;
   check_operand("all_gather", in, stream);
   check_operand("all_gather", out, stream);
@@ -70,10 +70,25 @@ void Communicator::all_gather(const View& out, const ConstView& in, Stream& stre
                  " ranks does not make ", rowshard::describe(out));
   ROWSHARD_CHECK(in_place_or_apart(out, in, rank_ * in.bytes()), ShapeError, describe("all_gather"),
                  ": the operand lies inside the result but not at this rank's own slice");
-  if (out.elements() == 0)
-    return;
   wire_bytes_ += out.bytes() - in.bytes();
-  start_all_gather(out, in, stream);
+}
+
+void Communicator::all_gather(const View& out, const ConstView& in, Stream& stream) {
+  check_all_gather(out, in, stream);
+  if (out.elements() > 0)
+    start_all_gather(out, in, stream);
+}
+
+std::unique_ptr<FixedPart> Communicator::fix(const ConstView& part) {
+  ROWSHARD_CHECK(part.device == device_, ShapeError, describe("fix"), ": ",
+                 rowshard::describe(part), " must be on ", device_);
+  return start_fix(part);
+}
+
+void Communicator::all_gather(const View& out, const FixedPart& part, Stream& stream) {
+  check_all_gather(out, part.part(), stream);
+  if (out.elements() > 0)
+    start_fixed_all_gather(out, part, stream);
 }
 
 void Communicator::all_gather_v(const View& out, const ConstView& in,

@@ -30,6 +30,19 @@ namespace rowshard {
 enum class Reduction { kSum, kMax, kMin };
 const char* to_string(Reduction reduction);
 
+/// This rank's part of something gathered many times, whose bytes do not change: Communicator::fix.
+class FixedPart {
+ public:
+  explicit FixedPart(const ConstView& part) : part_(part) {}
+  virtual ~FixedPart() = default;
+  FixedPart(const FixedPart&) = delete;
+  FixedPart& operator=(const FixedPart&) = delete;
+  const ConstView& part() const { return part_; }
+
+ private:
+  ConstView part_;
+};
+
 class Communicator {
  public:
   virtual ~Communicator() = default;
@@ -45,6 +58,14 @@ class Communicator {
   /// out = every rank's `in` in rank order; equal parts, out.elements() = size * in.elements(), any
   /// dtype. `in` may be this rank's own slice of `out`.
   void all_gather(const View& out, const ConstView& in, Stream& stream);
+  /// Promises that `part`, of one size and dtype on all ranks, lies where it is and holds the bytes
+  /// it will hold after the next barrier for as long as the handle lives. Collective, and so is the
+  /// handle's end, which first waits for the peers' gathers of it. With that promise a gather needs
+  /// neither a rendezvous nor a kernel: over the peer transport it is copies out of the peers'
+  /// memory, where all ranks share a machine and can read it; elsewhere it is all_gather.
+  std::unique_ptr<FixedPart> fix(const ConstView& part);
+  /// all_gather of fixed parts; `part` is this communicator's.
+  void all_gather(const View& out, const FixedPart& part, Stream& stream);
   /// The same with `counts[r]` elements from rank r; parts may be empty.
   void all_gather_v(const View& out, const ConstView& in, std::span<const int64_t> counts,
                     Stream& stream);
@@ -82,6 +103,12 @@ class Communicator {
 
  private:
   virtual void start_all_gather(const View& out, const ConstView& in, Stream& stream) = 0;
+  virtual std::unique_ptr<FixedPart> start_fix(const ConstView& part) {
+    return std::make_unique<FixedPart>(part);
+  }
+  virtual void start_fixed_all_gather(const View& out, const FixedPart& part, Stream& stream) {
+    start_all_gather(out, part.part(), stream);
+  }
   virtual void start_all_gather_v(const View& out, const ConstView& in,
                                   std::span<const int64_t> counts, Stream& stream) = 0;
   virtual void start_reduce_scatter(const View& out, const ConstView& in, Reduction reduction,
@@ -92,6 +119,7 @@ class Communicator {
                               std::span<const View> receive, int from, Stream& stream) = 0;
   virtual void start_barrier() = 0;
   void check_operand(const char* kind, const ConstView& view, const Stream& stream) const;
+  void check_all_gather(const View& out, const ConstView& in, const Stream& stream);
 
   std::string name_;
   std::vector<int> members_;

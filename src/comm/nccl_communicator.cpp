@@ -8,12 +8,41 @@
 #include <cstdlib>
 #include <exception>
 #include <future>
+#include <map>
 #include <thread>
 
 #include "comm/cuda_watch.h"
+#include "comm/host_engine.h"
 #include "core/cuda_check.h"
+#include "core/log.h"
 
 namespace rowshard {
+
+class NcclPool {
+ public:
+  bool has(const std::vector<int>& members) const {
+    const auto found = idle_.find(members);
+    return found != idle_.end() && !found->second.empty();
+  }
+  ncclComm_t take(const std::vector<int>& members) {
+    std::vector<ncclComm_t>& idle = idle_.at(members);
+    const ncclComm_t comm = idle.back();
+    idle.pop_back();
+    return comm;
+  }
+  void give(const std::vector<int>& members, ncclComm_t comm) { idle_[members].push_back(comm); }
+  void empty(bool abort) {
+    for (auto& [_, idle] : idle_) {
+      for (const ncclComm_t comm : idle)
+        abort ? ncclCommAbort(comm) : ncclCommDestroy(comm);
+    }
+    idle_.clear();
+  }
+
+ private:
+  std::map<std::vector<int>, std::vector<ncclComm_t>> idle_;
+};
+
 namespace {
 
 void nccl_check(ncclResult_t status, const std::string& what) {
@@ -82,22 +111,58 @@ ncclComm_t connect(int size, int rank, ncclUniqueId id, Device device, const std
   return outcome.comm;
 }
 
+/// Closes what was opened only once no rank reads it any more.
+class PeerPart : public FixedPart {
+ public:
+  PeerPart(const ConstView& part, std::unique_ptr<PeerMemory> memory, Communicator& host)
+      : FixedPart(part), memory_(std::move(memory)), host_(host), unwinding_(unwinding()) {}
+  ~PeerPart() override {
+    // Unwinding must not wait for peers. They may lose memory that they read: the job ends.
+    if (unwinding() > unwinding_)
+      return;
+    try {
+      synchronize(part().device);
+      host_.barrier();  // nobody reads any more
+      memory_.reset();
+      host_.barrier();  // nobody has it open any more
+    } catch (const Error& error) {
+      log_once("peer part", message("letting go of the peers' memory: ", error.what()));
+    }
+  }
+  const PeerMemory& memory() const { return *memory_; }
+
+ private:
+  static int unwinding() { return std::uncaught_exceptions(); }
+
+  std::unique_ptr<PeerMemory> memory_;
+  Communicator& host_;
+  int unwinding_;
+};
+
 class NcclCommunicator : public Communicator {
  public:
   NcclCommunicator(const Group& group, Device device, std::unique_ptr<Communicator> host,
-                   Watchdog& watchdog, double timeout)
+                   NcclOptions options)
       : Communicator(group.name, group.members, group.rank, device),
         host_(std::move(host)),
-        watchdog_(watchdog) {
+        watchdog_(options.watchdog),
+        pool_(std::move(options.pool)),
+        peer_(options.peer) {
     // NVLink multicast needs a fabric manager that rented machines may lack: never a requirement.
     setenv("NCCL_NVLS_ENABLE", "0", /*overwrite=*/0);
     const std::string what = describe("set-up");
-    ncclUniqueId id{};
-    if (rank() == 0)
-      nccl_check(ncclGetUniqueId(&id), what);
     Stream stream(kHost);
-    host_->broadcast(View(&id, DType::kU8, {static_cast<int64_t>(sizeof(id))}, kHost), 0, stream);
-    comm_ = connect(size(), rank(), id, device, what, timeout);
+    int32_t idle = pool_->has(members()) ? 1 : 0;
+    host_->all_reduce(View(&idle, DType::kI32, {1}, kHost), Reduction::kMin, stream);
+    if (idle) {
+      comm_ = pool_->take(members());
+    } else {
+      ncclUniqueId id{};
+      if (rank() == 0)
+        nccl_check(ncclGetUniqueId(&id), what);
+      host_->broadcast(View(&id, DType::kU8, {static_cast<int64_t>(sizeof(id))}, kHost), 0, stream);
+      comm_ = connect(size(), rank(), id, device, what, options.timeout);
+    }
     probe_ = watchdog_.add_probe([this] { return async_error(); });
     abort_ = watchdog_.add_abort([this] { abort(); });
   }
@@ -113,8 +178,10 @@ class NcclCommunicator : public Communicator {
       return;
     if (std::uncaught_exceptions() > 0) {
       ncclCommAbort(comm_);
-    } else {
+    } else if (watchdog_.failed()) {
       ncclCommDestroy(comm_);
+    } else {
+      pool_->give(members(), comm_);
     }
   }
 
@@ -210,9 +277,32 @@ class NcclCommunicator : public Communicator {
     watchdog_.check();
     host_->barrier();
   }
+  std::unique_ptr<FixedPart> start_fix(const ConstView& part) override {
+    if (peer_ && part.bytes() > 0) {
+      auto memory = std::make_unique<PeerMemory>(part, *host_);
+      if (memory->failure().empty())
+        return std::make_unique<PeerPart>(part, std::move(memory), *host_);
+      log_once(message("peer ", name()),
+               message("communicator \"", name(), "\" (", rank_list(members()),
+                       ") gathers over NCCL, which takes multiprocessors from the GEMMs: ",
+                       memory->failure()));
+      peer_ = false;
+    }
+    return std::make_unique<FixedPart>(part);
+  }
+  void start_fixed_all_gather(const View& out, const FixedPart& part, Stream& stream) override {
+    const auto* peer = dynamic_cast<const PeerPart*>(&part);
+    if (!peer)
+      return start_all_gather(out, part.part(), stream);
+    // Nobody else takes part, so nothing can be late; a failed job must still stop here.
+    watchdog_.check();
+    peer->memory().gather(out, stream);
+  }
 
   std::unique_ptr<Communicator> host_;
   Watchdog& watchdog_;
+  std::shared_ptr<NcclPool> pool_;
+  bool peer_;
   ncclComm_t comm_ = nullptr;
   std::atomic<bool> aborted_{false};
   int probe_ = 0;
@@ -221,10 +311,18 @@ class NcclCommunicator : public Communicator {
 
 }  // namespace
 
+std::shared_ptr<NcclPool> make_nccl_pool() {
+  return std::make_shared<NcclPool>();
+}
+
+void empty_nccl_pool(NcclPool& pool, bool abort) {
+  pool.empty(abort);
+}
+
 std::unique_ptr<Communicator> make_nccl_communicator(const Group& group, Device device,
                                                      std::unique_ptr<Communicator> host,
-                                                     Watchdog& watchdog, double timeout) {
-  return std::make_unique<NcclCommunicator>(group, device, std::move(host), watchdog, timeout);
+                                                     NcclOptions options) {
+  return std::make_unique<NcclCommunicator>(group, device, std::move(host), std::move(options));
 }
 
 }  // namespace rowshard

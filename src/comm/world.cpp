@@ -64,7 +64,15 @@ std::string excerpt(const std::string& text, const std::string& other) {
 }  // namespace
 
 const char* to_string(CudaTransport transport) {
-  return transport == CudaTransport::kNccl ? "nccl" : "staged";
+  switch (transport) {
+    case CudaTransport::kPeer:
+      return "peer";
+    case CudaTransport::kNccl:
+      return "nccl";
+    case CudaTransport::kStaged:
+      return "staged";
+  }
+  return "?";
 }
 
 std::unique_ptr<World> World::create(const LaunchEnvironment& launch, DeviceKind kind,
@@ -94,6 +102,10 @@ std::unique_ptr<World> World::create(const LaunchEnvironment& launch, DeviceKind
 World::~World() {
   watchdog_.reset();  // before the bootstrap says goodbye: peers that leave are not lost
   const bool unwinding = std::uncaught_exceptions() > unwinding_at_start_;
+#if ROWSHARD_CUDA
+  if (nccl_pool_)
+    empty_nccl_pool(*nccl_pool_, /*abort=*/unwinding || aborted_);
+#endif
   if (bootstrap_ && ((unwinding && !creating_) || aborted_))
     bootstrap_->abandon();
 }
@@ -190,8 +202,11 @@ std::unique_ptr<Communicator> World::make(const std::string& name, const std::ve
   if (transport_ == CudaTransport::kStaged) {
     return make_staged_communicator(group, device, std::move(host));
   }
-  return make_nccl_communicator(group, device, std::move(host), *watchdog_,
-                                bootstrap_->engine().timeout());
+  if (!nccl_pool_)
+    nccl_pool_ = make_nccl_pool();
+  return make_nccl_communicator(
+      group, device, std::move(host),
+      {*watchdog_, nccl_pool_, transport_ == CudaTransport::kPeer, bootstrap_->engine().timeout()});
 #else
   throw DeviceError(cuda_unavailable_reason());
 #endif

@@ -20,10 +20,16 @@
 
 namespace rowshard {
 
-/// How cuda buffers travel. Staged goes through pinned host memory and the host communicator: slow,
-/// bit-reproducible, and several ranks may share one GPU.
-enum class CudaTransport { kNccl, kStaged };
-const char* to_string(CudaTransport transport);
+class NcclPool;
+
+/// How cuda buffers travel between ranks.
+enum class CudaTransport {
+  kPeer,    // fixed parts by the copy engines, out of the peers' memory; all else over NCCL
+  kNccl,    // everything over NCCL
+  kStaged,  // pinned host memory and the host communicator: slow, bit-reproducible, and several
+            // ranks may share one GPU
+};
+const char* to_string(CudaTransport transport);  // "peer", "nccl", "staged"
 
 /// Two ranks were given one GPU.
 class SharedGpuError : public ConfigError {
@@ -36,7 +42,7 @@ class World {
   /// Picks the device by local rank (index 0 where CUDA_VISIBLE_DEVICES leaves each rank one GPU),
   /// makes it current, and refuses two ranks on one GPU, naming both (not when staged).
   static std::unique_ptr<World> create(const LaunchEnvironment& launch, DeviceKind kind,
-                                       CudaTransport transport = CudaTransport::kNccl);
+                                       CudaTransport transport = CudaTransport::kPeer);
   ~World();
   World(const World&) = delete;
   World& operator=(const World&) = delete;
@@ -86,10 +92,11 @@ class World {
 
   LaunchEnvironment launch_;
   Device device_;
-  CudaTransport transport_ = CudaTransport::kNccl;
+  CudaTransport transport_ = CudaTransport::kPeer;
   std::string host_name_;
   std::unique_ptr<Bootstrap> bootstrap_;
   std::unique_ptr<Watchdog> watchdog_;
+  std::shared_ptr<NcclPool> nccl_pool_;  // making an NCCL communicator takes a third of a second
   int next_channel_ = kFirstChannel;
   int unwinding_at_start_ = 0;
   bool creating_ = false;

@@ -1,5 +1,6 @@
 #include "finetune/adapter_optimizer.h"
 
+#include "core/trace.h"
 #include "finetune/gradient_clip.h"
 #include "layers/elementwise.h"
 
@@ -34,9 +35,22 @@ ConstView AdapterOptimizer::part(const ConstView& flat) const {
 
 void AdapterOptimizer::update(double lr, int64_t step) {
   Stream& stream = ctx_.stream;
-  group_.reduce_scatter(gradient_part_, adapters_.gradients(), Reduction::kSum, stream);
+  size_t used = 0;
+  const auto timed = [&](const char* name, int64_t bytes, const auto& collective) {
+    const TraceSpan span(stream, TraceLane::kReductions, name, bytes);
+    if (collectives_.size() == used)
+      collectives_.emplace_back(Event(stream.device(), true), Event(stream.device(), true));
+    collectives_[used].first.record(stream);
+    collective();
+    collectives_[used++].second.record(stream);
+  };
+  const View gradients = adapters_.gradients();
+  const int64_t received = gradients.bytes() - gradients.bytes() / group_.size();
+  timed("reduce gradients", received,
+        [&] { group_.reduce_scatter(gradient_part_, gradients, Reduction::kSum, stream); });
   sum_of_squares(squares_, gradient_part_, false, ctx_);
-  group_.all_reduce(squares_, Reduction::kSum, stream);
+  timed("global norm", squares_.view().bytes(),
+        [&] { group_.all_reduce(squares_, Reduction::kSum, stream); });
   gradient_scale(clip_, squares_, clip_norm_, stream);
 
   hyper_.lr = lr;
@@ -47,8 +61,16 @@ void AdapterOptimizer::update(double lr, int64_t step) {
   vectors.v = v_;
   vectors.gradient_scale = clip_.view().slice_rows(0, 1);
   adamw(vectors, hyper_, step, stream);
-  group_.all_gather(adapters_.parameters(), vectors.parameters, stream);
+  timed("gather parameters", received,
+        [&] { group_.all_gather(adapters_.parameters(), vectors.parameters, stream); });
   adapters_.refresh_compute(stream);
+}
+
+double AdapterOptimizer::reduction_seconds() const {
+  double ms = 0;
+  for (const auto& [begin, end] : collectives_)
+    ms += group_.size() > 1 ? elapsed_ms(begin, end) : 0;
+  return ms * 1e-3;
 }
 
 double AdapterOptimizer::gradient_norm() const {

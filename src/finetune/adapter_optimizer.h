@@ -20,6 +20,8 @@ class AdapterOptimizer {
   /// Step `step` (from 1) with the gradients in the adapters, which it leaves summed nowhere: zero
   /// them before the next. A gradient that is not finite changes nothing.
   void update(double lr, int64_t step);
+  /// Seconds the last step's collectives took on the stream; 0 with one rank. Waits for the stream.
+  double reduction_seconds() const;
   /// Global norm of the last step's gradient before clipping; waits for the stream.
   double gradient_norm() const;
 
@@ -37,9 +39,10 @@ class AdapterOptimizer {
   AdamW hyper_;
   double clip_norm_;
   Tensor m_, v_;
-  Tensor gradient_part_;  // [count / ranks] f32, reduced
-  Tensor squares_;        // [1] f64
-  Tensor clip_;           // [2] f32: the factor, the norm
+  Tensor gradient_part_;                              // [count / ranks] f32, reduced
+  Tensor squares_;                                    // [1] f64
+  Tensor clip_;                                       // [2] f32: the factor, the norm
+  std::vector<std::pair<Event, Event>> collectives_;  // begin and end of each, of the last step
 };
 
 }  // namespace rowshard

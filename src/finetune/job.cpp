@@ -52,6 +52,47 @@ ColumnwisePolicy columnwise_policy(ColumnwisePolicy asked) {
   return asked;
 }
 
+PlanPolicy plan_policy(const ExecutionOptions& execution) {
+  PlanPolicy policy;
+  policy.prefetch = execution.prefetch;
+  const ReshardAfterForward& reshard = execution.reshard_after_forward;
+  switch (reshard.mode) {
+    case ReshardAfterForward::Mode::kTrue:
+      policy.reshard = ReshardMode::kTrue;
+      break;
+    case ReshardAfterForward::Mode::kFalse:
+      policy.reshard = ReshardMode::kFalse;
+      break;
+    case ReshardAfterForward::Mode::kResident:
+      policy.reshard = ReshardMode::kResident;
+      break;
+    case ReshardAfterForward::Mode::kGroup:
+      policy.reshard = ReshardMode::kGroup;
+      policy.group = reshard.group;
+      break;
+  }
+  return policy;
+}
+
+std::vector<int> regather_ranks(const ReshardAfterForward& reshard,
+                                const std::vector<int>& gather_group, int rank) {
+  if (reshard.mode != ReshardAfterForward::Mode::kGroup)
+    return {};
+  const auto size = static_cast<int>(gather_group.size());
+  std::string works;
+  for (int k = 2; k <= size; ++k) {
+    if (size % k == 0)
+      works += message(" ", k);
+  }
+  ROWSHARD_CHECK(reshard.group >= 2 && size % reshard.group == 0, ConfigError,
+                 "--reshard-after-forward ", reshard.group, " does not divide the ", size,
+                 " ranks a unit is sharded over; use ",
+                 works.empty() ? "true, false or resident" : message("one of", works));
+  const auto at = std::ranges::find(gather_group, rank) - gather_group.begin();
+  const auto first = gather_group.begin() + at / reshard.group * reshard.group;
+  return {first, first + reshard.group};
+}
+
 DecoderOptions decoder_options(const ExecutionOptions& execution, Recompute recompute,
                                DeviceKind device) {
   ROWSHARD_CHECK(execution.recipe != Recipe::kMx, ConfigError,
@@ -62,22 +103,7 @@ DecoderOptions decoder_options(const ExecutionOptions& execution, Recompute reco
   options.fp8 = execution.recipe == Recipe::kBlock;
   // The host is the oracle: f32 activations. cuda computes in bf16, as the GEMMs produce it.
   options.activations = device == DeviceKind::kHost ? DType::kF32 : DType::kBF16;
-  options.plan.prefetch = execution.prefetch;
-  switch (execution.reshard_after_forward.mode) {
-    case ReshardAfterForward::Mode::kTrue:
-      options.plan.reshard = ReshardMode::kTrue;
-      break;
-    case ReshardAfterForward::Mode::kFalse:
-      options.plan.reshard = ReshardMode::kFalse;
-      break;
-    case ReshardAfterForward::Mode::kResident:
-      options.plan.reshard = ReshardMode::kResident;
-      break;
-    case ReshardAfterForward::Mode::kGroup:
-      throw ConfigError(
-          "--reshard-after-forward with a group size is not in this version; use true, false or "
-          "resident");
-  }
+  options.plan = plan_policy(execution);
   ROWSHARD_CHECK(execution.columnwise != ColumnwisePolicy::kDirect, ConfigError,
                  "--columnwise direct is not in this version; use release or resident");
   options.columnwise = columnwise_policy(execution.columnwise);
@@ -93,11 +119,36 @@ Job::Job(World& world, const std::string& model_directory, const ExecutionOption
       arena_(world.device()),
       stream_(world.device()),
       ctx_{arena_, stream_} {
-  world.agree("options", all_options);
-  gather_ = world.communicator("gather", mesh_.group(world.rank(), Axis::kShard));
-  reduce_ = world.communicator("reduce", mesh_.data_group(world.rank()));
+  lay_out(checkpoint_->config(), execution, recompute, all_options);
+}
+
+Job::Job(World& world, const ModelConfig& config, const ExecutionOptions& execution,
+         Recompute recompute, const std::string& all_options)
+    : world_(world),
+      mesh_(make_mesh(world.size(), execution.dp_replicate, execution.dp_shard, execution.tp)),
+      arena_(world.device()),
+      stream_(world.device()),
+      ctx_{arena_, stream_} {
+  lay_out(config, execution, recompute, all_options);
+}
+
+void Job::lay_out(const ModelConfig& config, const ExecutionOptions& execution, Recompute recompute,
+                  const std::string& all_options) {
+  world_.agree("options", all_options);
+  const std::vector<int> shard_ranks = mesh_.group(world_.rank(), Axis::kShard);
+  gather_ = world_.communicator("gather", shard_ranks);
+  const std::vector<int> again =
+      regather_ranks(execution.reshard_after_forward, shard_ranks, world_.rank());
+  if (!again.empty())
+    regather_ = world_.communicator("regather", again);
+  reduce_ = world_.communicator("reduce", mesh_.data_group(world_.rank()));
   model_ = std::make_unique<DecoderModel>(
-      config(), decoder_options(execution, recompute, world.device().kind), *gather_, ctx_);
+      config, decoder_options(execution, recompute, world_.device().kind), *gather_, ctx_,
+      regather_.get());
+}
+
+int64_t Job::wire_bytes() const {
+  return gather_->wire_bytes() + reduce_->wire_bytes() + (regather_ ? regather_->wire_bytes() : 0);
 }
 
 double Job::reduce_sum(const View& value) {

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 
 #include "comm/world.h"
 #include "finetune/options.h"
@@ -25,6 +26,14 @@ int64_t resolve_seq_len(int64_t seq_len, const ModelConfig& config);
 /// NVTE_RELEASE_FROZEN_WEIGHT_COLUMNWISE): release, or resident.
 ColumnwisePolicy columnwise_policy(ColumnwisePolicy asked);
 
+/// The reshard mode and prefetch depth that the options ask for.
+PlanPolicy plan_policy(const ExecutionOptions& execution);
+/// The ranks of the world over which `rank` shards a unit again after forward, of those in
+/// `gather_group`, which are consecutive; empty unless the mode is a group size. ConfigError when
+/// the size does not divide them.
+std::vector<int> regather_ranks(const ReshardAfterForward& reshard,
+                                const std::vector<int>& gather_group, int rank);
+
 /// How the options map on the model; ConfigError for what this build cannot run.
 DecoderOptions decoder_options(const ExecutionOptions& execution, Recompute recompute,
                                DeviceKind device);
@@ -34,33 +43,44 @@ class Job {
   /// Opens the checkpoint and lays the model out. Weights are read by `load`.
   Job(World& world, const std::string& model_directory, const ExecutionOptions& execution,
       Recompute recompute, const std::string& all_options);
+  /// A model without files, whose weights come from a source of the caller's.
+  Job(World& world, const ModelConfig& config, const ExecutionOptions& execution,
+      Recompute recompute, const std::string& all_options);
 
-  void load() { model_->load(checkpoint_); }
+  void load() { model_->load(checkpoint()); }
+  void load(UnitSource& source) { model_->load(source); }
 
   World& world() { return world_; }
   const Mesh& mesh() const { return mesh_; }
   int data_rank() const { return mesh_.data_rank(world_.rank()); }
   int data_size() const { return mesh_.data_parallel(); }
-  const Checkpoint& checkpoint() const { return checkpoint_; }
-  const ModelConfig& config() const { return checkpoint_.config(); }
+  const Checkpoint& checkpoint() const { return checkpoint_.value(); }
+  const ModelConfig& config() const { return model_->config(); }
   Arena& arena() { return arena_; }
   Context& context() { return ctx_; }
   DecoderModel& model() { return *model_; }
   Communicator& gather_group() { return *gather_; }
   Communicator& reduce_group() { return *reduce_; }
 
+  /// Received by this rank over all of the job's communicators, since they were made.
+  int64_t wire_bytes() const;
+
   /// Sum over the data-parallel ranks of one f64 on the device, read on the host.
   double reduce_sum(const View& value);
 
  private:
+  void lay_out(const ModelConfig& config, const ExecutionOptions& execution, Recompute recompute,
+               const std::string& all_options);
+
   World& world_;
-  Checkpoint checkpoint_;
+  std::optional<Checkpoint> checkpoint_;
   Mesh mesh_;
   Arena arena_;
   Stream stream_;
   Context ctx_;
-  std::unique_ptr<Communicator> gather_;  // units, over dp_shard
-  std::unique_ptr<Communicator> reduce_;  // gradients, over dp_replicate x dp_shard
+  std::unique_ptr<Communicator> gather_;    // units, over dp_shard
+  std::unique_ptr<Communicator> regather_;  // units after forward, over a smaller group; or null
+  std::unique_ptr<Communicator> reduce_;    // gradients, over dp_replicate x dp_shard
   std::unique_ptr<DecoderModel> model_;
 };
 

@@ -89,7 +89,12 @@ MemoryPlan plan_memory(const FinetuneOptions& options, DeviceKind device) {
   PlanCommunicator gather("gather", mesh.dp_shard, 0, plan_device);
   PlanCommunicator reduce("reduce", mesh.data_parallel(), 0, plan_device);
 
-  DecoderModel model(config, decoder_options(execution, options.recompute, device), gather, ctx);
+  const std::vector<int> again =
+      regather_ranks(execution.reshard_after_forward, gather.members(), 0);
+  PlanCommunicator regather("regather", std::max(1, static_cast<int>(again.size())), 0,
+                            plan_device);
+  DecoderModel model(config, decoder_options(execution, options.recompute, device), gather, ctx,
+                     again.empty() ? nullptr : &regather);
   AdapterSet adapters(config, adapter_config(options), mesh.data_parallel(),
                       model.options().activations, options.seed, ctx);
   AdapterOptimizer optimizer(adapters, reduce, options.weight_decay, options.clip_norm, ctx);
@@ -106,6 +111,7 @@ MemoryPlan plan_memory(const FinetuneOptions& options, DeviceKind device) {
     plan.tokens = std::max(plan.tokens, host.tokens());
     train(host);
   }
+  regather.reset_wire_bytes();
   gather.reset_wire_bytes();  // what is gathered once for the run is there by now
   train(batches.front());
   reduce.reset_wire_bytes();
@@ -117,7 +123,8 @@ MemoryPlan plan_memory(const FinetuneOptions& options, DeviceKind device) {
   plan.units = model.units().layouts();
   plan.base_parameters = base_parameters(plan.units);
   plan.usage = model.training_plan(adapters.lowest_block());
-  plan.wire_bytes = gather.wire_bytes() * options.grad_accum + reduce.wire_bytes();
+  plan.wire_bytes =
+      (gather.wire_bytes() + regather.wire_bytes()) * options.grad_accum + reduce.wire_bytes();
   const auto planned = [](const CategoryBytes& bytes) {
     return CategoryPlan{bytes.now, bytes.peak};
   };
@@ -172,7 +179,7 @@ std::string to_json(const MemoryPlan& plan) {
     entry["prefetch"] = nlohmann::ordered_json::array();
     for (int unit : step.prefetch)
       entry["prefetch"].push_back(plan.units[unit].name());
-    entry["after"] = step.release ? "reshard" : "keep";
+    entry["after"] = after(step);
     json["usage"].push_back(std::move(entry));
   }
   return json.dump(2);

@@ -19,7 +19,7 @@ struct StepMetrics {
   int64_t tokens = 0;  // valid (trained-on) tokens of the step over all ranks
   double tokens_per_second = 0;
   double step_ms = 0;
-  double exposed_comm_ms = 0;  // compute stood waiting for gathers of units
+  double exposed_comm_ms = 0;  // waited for gathers of units, and the reduction
   int64_t wire_bytes = 0;      // received by this rank
 };
 

@@ -27,8 +27,9 @@ constexpr Names<Recompute, 2> kRecomputes{
 constexpr Names<ColumnwisePolicy, 3> kPolicies{{{ColumnwisePolicy::kRelease, "release"},
                                                 {ColumnwisePolicy::kResident, "resident"},
                                                 {ColumnwisePolicy::kDirect, "direct"}}};
-constexpr Names<CudaTransport, 2> kTransports{
-    {{CudaTransport::kNccl, "nccl"}, {CudaTransport::kStaged, "staged"}}};
+constexpr Names<CudaTransport, 3> kTransports{{{CudaTransport::kPeer, "peer"},
+                                               {CudaTransport::kNccl, "nccl"},
+                                               {CudaTransport::kStaged, "staged"}}};
 constexpr Names<DeviceChoice, 3> kDevices{
     {{DeviceChoice::kAuto, "auto"}, {DeviceChoice::kCuda, "cuda"}, {DeviceChoice::kHost, "host"}}};
 

@@ -59,7 +59,7 @@ std::string to_string(const ReshardAfterForward& value);  // "true", "false", "8
 ReshardAfterForward parse_reshard_after_forward(const std::string& text);
 
 ColumnwisePolicy parse_columnwise_policy(const std::string& text);
-CudaTransport parse_transport(const std::string& text);  // "nccl", "staged"
+CudaTransport parse_transport(const std::string& text);  // "peer", "nccl", "staged"
 
 /// How the model is laid over the ranks and run. ranks = dp_replicate x dp_shard x tp.
 struct ExecutionOptions {
@@ -72,7 +72,7 @@ struct ExecutionOptions {
   ColumnwisePolicy columnwise = ColumnwisePolicy::kRelease;
   int prefetch = 1;  // units gathered ahead, 0 … 8
   DeviceChoice device = DeviceChoice::kAuto;
-  CudaTransport transport = CudaTransport::kNccl;  // how cuda buffers travel between ranks
+  CudaTransport transport = CudaTransport::kPeer;  // how cuda buffers travel between ranks
 };
 
 struct LoraOptions {

@@ -6,6 +6,7 @@
 #include "finetune/generate.h"
 #include "finetune/options_text.h"
 #include "finetune/run_checkpoint.h"
+#include "finetune/trace_file.h"
 
 namespace rowshard {
 
@@ -51,7 +52,7 @@ Trainer::Trainer(Job& job, const FinetuneOptions& options, const TokenFile& data
 StepMetrics Trainer::train_step() {
   Context& ctx = job_.context();
   const double begin = now_seconds();
-  const int64_t wire = job_.gather_group().wire_bytes() + job_.reduce_group().wire_bytes();
+  const int64_t wire = job_.wire_bytes();
   job_.model().scheduler().reset_exposed();
   const int64_t valid = batches_.valid_tokens(position_);
   fill_bytes(adapters_->gradients(), 0, ctx.stream);
@@ -82,8 +83,9 @@ StepMetrics Trainer::train_step() {
   const double seconds = now_seconds() - begin;
   metrics.step_ms = seconds * 1e3;
   metrics.tokens_per_second = valid / seconds;
-  metrics.exposed_comm_ms = job_.model().scheduler().exposed_seconds() * 1e3;
-  metrics.wire_bytes = job_.gather_group().wire_bytes() + job_.reduce_group().wire_bytes() - wire;
+  metrics.exposed_comm_ms =
+      (job_.model().scheduler().exposed_seconds() + optimizer_->reduction_seconds()) * 1e3;
+  metrics.wire_bytes = job_.wire_bytes() - wire;
   job_.arena().mark_steady();
   return metrics;
 }
@@ -119,6 +121,9 @@ void Trainer::save_adapter(const std::filesystem::path& directory) {
 
 namespace {
 
+// A trace is to be looked at: the first steps show what the others do.
+constexpr int64_t kTracedSteps = 4;
+
 std::string describe_counts(const Batches& batches) {
   return message(batches.samples(), " samples, ", batches.rows(0), " rows an epoch",
                  batches.usable().too_long + batches.usable().untrained > 0
@@ -133,7 +138,6 @@ void run_finetune(World& world, const FinetuneOptions& options, Reporter& report
   check(options);
   ROWSHARD_CHECK(!options.cuda_graph, ConfigError,
                  "--cuda-graph true is not in this version; leave it false");
-  ROWSHARD_CHECK(options.trace.empty(), ConfigError, "--trace is not in this version");
   Job job(world, options.model, options.execution, options.recompute, to_text(options));
   const TokenFile data = TokenFile::open(options.data, job.config().vocab_size);
   std::optional<TokenFile> eval_data;
@@ -178,6 +182,10 @@ void run_finetune(World& world, const FinetuneOptions& options, Reporter& report
   };
   if (!resume_from)
     evaluate();
+  std::optional<Trace> trace;
+  const int64_t first_traced = trainer.step();
+  if (!options.trace.empty())
+    trace.emplace(job.context().stream);
   while (trainer.step() < trainer.max_steps()) {
     const StepMetrics step = trainer.train_step();
     if (metrics)
@@ -189,6 +197,10 @@ void run_finetune(World& world, const FinetuneOptions& options, Reporter& report
     progress.tokens_per_second = step.tokens_per_second;
     progress.seconds_per_step = step.step_ms / 1e3;
     reporter.step(step, progress);
+    if (trace && trainer.step() >= first_traced + kTracedSteps) {
+      write_trace(*trace, options.trace, world);
+      trace.reset();
+    }
     const bool last = step.step == trainer.max_steps();
     if (last || (options.eval_every > 0 && step.step % options.eval_every == 0))
       evaluate();
@@ -198,6 +210,8 @@ void run_finetune(World& world, const FinetuneOptions& options, Reporter& report
         keep_newest_checkpoints(output, options.keep);
     }
   }
+  if (trace)
+    write_trace(*trace, options.trace, world);
   if (writer)
     trainer.save_adapter(output / "adapter");
   world.barrier();

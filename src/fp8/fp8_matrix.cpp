@@ -1,5 +1,6 @@
 #include "fp8/fp8_matrix.h"
 
+#include "core/trace.h"
 #include "fp8/rebuild.h"
 
 namespace rowshard {
@@ -179,6 +180,8 @@ void Fp8Matrix::update_usage(std::optional<bool> rowwise, std::optional<bool> co
     columnwise_view = columnwise_ ? columnwise_->view : new_columnwise->view;
   }
   if (make_columnwise && have.rowwise && rebuildable(grouping_)) {
+    const TraceSpan span(ctx.stream, TraceLane::kCompute, "rebuild",
+                         2 * columnwise_view.codes.bytes());
     rebuild_columnwise(columnwise_view, rowwise_->view, ctx.stream);
   } else if (make_rowwise && have.columnwise && rebuildable(grouping_)) {
     rebuild_columnwise(new_rowwise->view, columnwise_->view, ctx.stream);

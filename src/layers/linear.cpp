@@ -1,6 +1,7 @@
 #include "layers/linear.h"
 
 #include "core/matmul.h"
+#include "core/trace.h"
 #include "fp8/gemm.h"
 #include "fp8/quantize.h"
 #include "layers/dispatch.h"
@@ -73,6 +74,8 @@ void check_linear(const char* operation, const LinearWeight& weight, const Const
 
 void base_forward(const View& y, const ConstView& x, const QuantizedInput& x8,
                   const LinearWeight& weight, Context& ctx) {
+  const TraceSpan span(ctx.stream, TraceLane::kCompute,
+                       Trace::active() ? weight.name + " fprop" : std::string());
   const bool biased = weight.bias.data != nullptr;
   if (weight.fp8) {
     ROWSHARD_CHECK(
@@ -94,6 +97,8 @@ void base_forward(const View& y, const ConstView& x, const QuantizedInput& x8,
 
 void base_backward(const View& dx, const ConstView& dy, const LinearWeight& weight, float beta,
                    ColumnwisePolicy policy, Context& ctx) {
+  const TraceSpan span(ctx.stream, TraceLane::kCompute,
+                       Trace::active() ? weight.name + " dgrad" : std::string());
   if (!weight.fp8) {
     const PlainWeight plain(weight, dy.dtype, ctx);
     matmul(dx, dy, Transpose::kNo, plain.view, Transpose::kNo, 1, beta, ctx);

@@ -70,7 +70,7 @@ DeviceBatch::DeviceBatch(const std::vector<int32_t>& ids, const std::vector<int3
 }
 
 DecoderModel::DecoderModel(const ModelConfig& config, const DecoderOptions& options,
-                           Communicator& gather_group, Context& ctx)
+                           Communicator& gather_group, Context& ctx, Communicator* regather_group)
     : config_(config),
       options_(options),
       shape_{config.hidden_size, config.intermediate_size, config.heads,
@@ -82,20 +82,32 @@ DecoderModel::DecoderModel(const ModelConfig& config, const DecoderOptions& opti
             rope_scaling(config.rope), ctx) {
   std::vector<ShardedUnit*> pointers;
   for (const UnitLayout& layout : units_.layouts()) {
-    sharded_.push_back(std::make_unique<ShardedUnit>(layout, gather_group, ctx.arena));
+    sharded_.push_back(
+        std::make_unique<ShardedUnit>(layout, gather_group, ctx.arena, regather_group));
     pointers.push_back(sharded_.back().get());
   }
   scheduler_ = std::make_unique<UsageScheduler>(std::move(pointers), ctx.stream);
-  validation_plan_ =
-      UsagePlan::make(Phase::kValidation, units_.forward_uses(), units_.count(), options.plan);
-  inference_plan_ =
-      UsagePlan::make(Phase::kInference, units_.forward_uses(), units_.count(), options.plan);
+  set_plan(options.plan);
+}
+
+void DecoderModel::set_plan(const PlanPolicy& policy) {
+  options_.plan = policy;
+  planned_lowest_ = -1;
+  const auto forward = [&](Phase phase) {
+    return UsagePlan::make(phase, units_.forward_uses(), units_.count(), policy);
+  };
+  validation_plan_ = forward(Phase::kValidation);
+  inference_plan_ = forward(Phase::kInference);
+}
+
+void DecoderModel::load(UnitSource& source) {
+  for (auto& unit : sharded_)
+    unit->load(source, ctx_.stream);
 }
 
 void DecoderModel::load(const Checkpoint& checkpoint) {
   CheckpointSource source(checkpoint);
-  for (auto& unit : sharded_)
-    unit->load(source, ctx_.stream);
+  load(source);
 }
 
 const UsagePlan& DecoderModel::training_plan(int64_t lowest_block) {

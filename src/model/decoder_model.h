@@ -46,16 +46,20 @@ class DeviceBatch {
 
 class DecoderModel {
  public:
+  /// `regather_group` only for ReshardMode::kGroup.
   DecoderModel(const ModelConfig& config, const DecoderOptions& options, Communicator& gather_group,
-               Context& ctx);
+               Context& ctx, Communicator* regather_group = nullptr);
 
-  /// Reads this rank's parts of the checkpoint. Collective.
+  /// Reads this rank's parts. Collective.
+  void load(UnitSource& source);
   void load(const Checkpoint& checkpoint);
 
   const ModelConfig& config() const { return config_; }
   const DecoderOptions& options() const { return options_; }
   const DecoderUnits& units() const { return units_; }
   UsageScheduler& scheduler() { return *scheduler_; }
+  /// The reshard mode and prefetch depth from the next pass on.
+  void set_plan(const PlanPolicy& policy);
 
   /// Adds Σ loss to loss_sum [1] f64 and leaves gradients of (Σ loss · scale) in the adapters.
   /// `dropout` has a random stream of its own for this micro-batch; each adapter offsets it.

@@ -4,12 +4,23 @@
 
 namespace rowshard {
 
-ShardedUnit::ShardedUnit(UnitLayout layout, Communicator& gather_group, Arena& arena)
-    : layout_(std::move(layout)), gather_group_(gather_group), arena_(arena) {
+ShardedUnit::ShardedUnit(UnitLayout layout, Communicator& gather_group, Arena& arena,
+                         Communicator* regather_group)
+    : layout_(std::move(layout)),
+      gather_group_(gather_group),
+      regather_group_(regather_group),
+      arena_(arena) {
   ROWSHARD_CHECK(layout_.ranks() == gather_group.size(), LogicError, "unit ", name(),
                  " is laid out for ", layout_.ranks(), " ranks; its communicator has ",
                  gather_group.size());
+  ROWSHARD_CHECK(!regather_group || layout_.ranks() % regather_group->size() == 0, LogicError,
+                 "unit ", name(), " over ", layout_.ranks(), " ranks cannot be sharded over ",
+                 regather_group ? regather_group->size() : 0);
   shard_ = arena.allocate(Category::kRowwiseShard, name(), layout_.shard_bytes());
+  if (layout_.ranks() > 1) {
+    fixed_ = gather_group.fix(
+        ConstView(shard_.data(), DType::kU8, {layout_.shard_bytes()}, arena.device()));
+  }
   for (const WeightSpec& weight : layout_.weights()) {
     if (weight.storage != Storage::kFp8Block) {
       matrices_.push_back(nullptr);
@@ -34,6 +45,8 @@ void ShardedUnit::load(UnitSource& source, Stream& stream) {
                 bytes.data() + piece.shard_offset);
   }
   bound_before_ = false;
+  stream.synchronize();
+  gather_group_.barrier();  // no peer gathers the bytes of the last load any more
   const Shape shape{layout_.shard_bytes()};
   copy(View(shard_.data(), DType::kU8, shape, device),
        ConstView(bytes.data(), DType::kU8, shape, kHost), stream);
@@ -57,6 +70,7 @@ void ShardedUnit::load(UnitSource& source, Stream& stream) {
     gather_group_.all_reduce(scales_[i], Reduction::kMax, stream);
     stream.synchronize();
   }
+  gather_group_.barrier();  // every shard is there
 }
 
 void ShardedUnit::gather(Stream& communication) {
@@ -64,9 +78,18 @@ void ShardedUnit::gather(Stream& communication) {
   if (layout_.ranks() > 1) {
     gathered_ = arena_.allocate(Category::kGathered, name(), layout_.gathered_bytes());
     const Device device = arena_.device();
-    gather_group_.all_gather(View(gathered_.data(), DType::kU8, {layout_.gathered_bytes()}, device),
-                             ConstView(shard_.data(), DType::kU8, {layout_.shard_bytes()}, device),
-                             communication);
+    const View whole(gathered_.data(), DType::kU8, {layout_.gathered_bytes()}, device);
+    Communicator& group = slice_ ? *regather_group_ : gather_group_;
+    const int64_t received = whole.bytes() - whole.bytes() / group.size();
+    gather_span_ = TraceSpan(communication, TraceLane::kGathers, name(), received);
+    if (slice_) {
+      group.all_gather(whole, ConstView(slice_.data(), DType::kU8, {slice_.bytes()}, device),
+                       communication);
+    } else {
+      group.all_gather(whole, *fixed_, communication);
+    }
+    if (device.is_cuda())
+      gather_span_.end();
   }
   arrival_.emplace(arena_.device());
   arrival_->record(communication);
@@ -75,7 +98,9 @@ void ShardedUnit::gather(Stream& communication) {
 void ShardedUnit::finish_gather(Stream& compute) {
   ROWSHARD_CHECK(arrival_, LogicError, "unit ", name(), " has no gather to finish");
   compute.wait(*arrival_);
+  gather_span_.end();
   arrival_.reset();
+  slice_.reset();
   bind(layout_.ranks() > 1 ? gathered_.data() : shard_.data());
 }
 
@@ -95,18 +120,47 @@ void ShardedUnit::bind(std::byte* base) {
   bound_before_ = true;
 }
 
-void ShardedUnit::reshard() {
-  if (arrival_) {  // a gather nobody used: it must not write into memory given to others
-    arrival_->synchronize();
-    arrival_.reset();
-  }
+void ShardedUnit::unbind() {
   for (auto& matrix : matrices_) {
     if (matrix && bound_)
       matrix->unbind_rowwise();
   }
   bound_ = false;
   base_ = nullptr;
+}
+
+void ShardedUnit::reshard() {
+  if (arrival_) {  // a gather nobody used: it must not write into memory given to others
+    arrival_->synchronize();
+    arrival_.reset();
+    gather_span_.end();
+  }
+  unbind();
+  slice_.reset();
   gathered_.reset();
+}
+
+void ShardedUnit::reshard_to_group(Stream& compute) {
+  ROWSHARD_CHECK(bound_, LogicError, "unit ", name(), " is not gathered");
+  ROWSHARD_CHECK(regather_group_, LogicError, "unit ", name(), " has no smaller group");
+  if (layout_.ranks() > 1) {
+    const int64_t bytes = layout_.gathered_bytes() / regather_group_->size();
+    slice_ = arena_.allocate(Category::kGathered, name(), bytes);
+    const View to(slice_.data(), DType::kU8, {bytes}, arena_.device());
+    copy(to,
+         ConstView(gathered_.data() + regather_group_->rank() * bytes, DType::kU8, {bytes},
+                   arena_.device()),
+         compute);
+  }
+  unbind();
+  gathered_.reset();
+}
+
+void ShardedUnit::drop_columnwise() {
+  for (auto& matrix : matrices_) {
+    if (matrix)
+      matrix->discard({.rowwise = false, .columnwise = true});
+  }
 }
 
 Fp8Matrix& ShardedUnit::fp8(int weight) {

@@ -2,7 +2,8 @@
 //
 // Ownership: the unit owns its shard and its replicated scales for its whole life; the gathered
 // buffer exists between `gather` and `reshard`. With one rank the shard is the whole unit, so
-// gathering binds it in place: no copy and no transient.
+// gathering binds it in place: no copy and no transient. `reshard_to_group` leaves a slice of the
+// unit behind, larger than the shard, from which the next `gather` comes.
 //
 // Streams: `gather` queues the all-gather on the communication stream and returns; `finish_gather`
 // makes the compute stream wait for it and binds the weights. `reshard` may be called as soon as
@@ -14,6 +15,7 @@
 #include <optional>
 
 #include "comm/communicator.h"
+#include "core/trace.h"
 #include "fp8/fp8_matrix.h"
 #include "shard/unit_layout.h"
 
@@ -35,8 +37,11 @@ class UnitSource {
 
 class ShardedUnit {
  public:
-  /// `gather_group` is the communicator the unit is cut over; it outlives the unit.
-  ShardedUnit(UnitLayout layout, Communicator& gather_group, Arena& arena);
+  /// `gather_group` is the communicator the unit is cut over, `regather_group` the smaller one of
+  /// reshard_to_group, which divides it; both outlive the unit. Making and destroying a unit is
+  /// collective over the gather group.
+  ShardedUnit(UnitLayout layout, Communicator& gather_group, Arena& arena,
+              Communicator* regather_group = nullptr);
 
   /// Fills this rank's shard and the scales, and leaves the unit sharded. Collective over the
   /// gather group.
@@ -48,10 +53,16 @@ class ShardedUnit {
   void gather(Stream& communication);
   bool gathering() const { return arrival_.has_value(); }  // queued, not yet finished
   bool gathered() const { return bound_; }
+  bool at_shard() const { return !bound_ && !arrival_ && !slice_; }
   void finish_gather(Stream& compute);
   /// Back to the shard: the gathered buffer goes back to the arena and every copy made from it is
   /// dropped. No-op when not gathered.
   void reshard();
+  /// Keeps this rank's slice of the gathered unit, 1/k of it over the regather group of k ranks,
+  /// and drops the rest.
+  void reshard_to_group(Stream& compute);
+  /// Frees every columnwise copy that can be made again: nothing before training will read it.
+  void drop_columnwise();
 
   /// The weight while gathered; UsageError otherwise.
   Fp8Matrix& fp8(int weight);
@@ -59,13 +70,18 @@ class ShardedUnit {
 
  private:
   void bind(std::byte* base);
+  void unbind();
 
   UnitLayout layout_;
   Communicator& gather_group_;
+  Communicator* regather_group_;
   Arena& arena_;
   Buffer shard_;
+  std::unique_ptr<FixedPart> fixed_;  // the shard, for the gather group
+  Buffer slice_;                      // over the regather group, between forward and backward
   Buffer gathered_;
   std::optional<Event> arrival_;
+  TraceSpan gather_span_;  // host: until the gather has arrived
   bool bound_ = false;
   bool bound_before_ = false;  // since the last load
   std::byte* base_ = nullptr;

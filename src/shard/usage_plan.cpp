@@ -12,6 +12,8 @@ const char* to_string(ReshardMode mode) {
       return "true";
     case ReshardMode::kFalse:
       return "false";
+    case ReshardMode::kGroup:
+      return "group";
     case ReshardMode::kResident:
       return "resident";
   }
@@ -26,37 +28,55 @@ UsagePlan UsagePlan::make(Phase phase, const std::vector<UnitUse>& uses, int uni
   plan.policy = policy;
   const int count = static_cast<int>(uses.size());
 
-  // Is the unit kept after use i? Always when the very next use is the same unit (the turn from
-  // forward to backward, a tied head); with `false` also while any use of it is still to come.
+  ROWSHARD_CHECK(policy.reshard != ReshardMode::kGroup || policy.group >= 2, LogicError,
+                 "reshard over a group of ", policy.group);
+  for (const UnitUse& use : uses) {
+    ROWSHARD_CHECK(use.unit >= 0 && use.unit < unit_count, LogicError, "use of unit ", use.unit,
+                   " of ", unit_count);
+  }
+  // The next `prefetch` units after use i, itself left out: a head whose forward is followed by its
+  // own backward must not hide what comes after it.
+  const auto ahead = [&](int i) {
+    std::vector<int> units;
+    for (int j = i + 1; j < count && static_cast<int>(units.size()) < policy.prefetch; ++j) {
+      const int unit = uses[j].unit;
+      if (unit != uses[i].unit && std::ranges::find(units, unit) == units.end())
+        units.push_back(unit);
+    }
+    return units;
+  };
+  const auto used_after = [&](int i) {
+    return std::any_of(uses.begin() + i + 1, uses.end(),
+                       [&](const UnitUse& use) { return use.unit == uses[i].unit; });
+  };
+  // Is the unit kept after use i? Always when the next use would have it gathered anyway (the turn
+  // from forward to backward, a tied head); with `false` while any use of it is still to come.
   const auto kept = [&](int i) {
     if (policy.reshard == ReshardMode::kResident)
       return true;
-    for (int j = i + 1; j < count; ++j) {
-      if (uses[j].unit == uses[i].unit) {
-        return j == i + 1 || policy.reshard == ReshardMode::kFalse;
-      }
-    }
-    return false;
+    if (!used_after(i))
+      return false;
+    if (policy.reshard == ReshardMode::kFalse || uses[i + 1].unit == uses[i].unit)
+      return true;
+    const std::vector<int> next = ahead(i + 1);
+    return std::ranges::find(next, uses[i].unit) != next.end();
   };
 
   std::vector<bool> present(unit_count, policy.reshard == ReshardMode::kResident);
   for (int i = 0; i < count; ++i) {
     PlanStep step;
     step.use = uses[i];
-    ROWSHARD_CHECK(uses[i].unit >= 0 && uses[i].unit < unit_count, LogicError, "use of unit ",
-                   uses[i].unit, " of ", unit_count);
-    if (!present[uses[i].unit]) {
-      step.gather = true;
-      present[uses[i].unit] = true;
-    }
-    // The next `prefetch` uses are gathered while this one computes.
-    for (int j = i + 1; j <= std::min(count - 1, i + policy.prefetch); ++j) {
-      if (!present[uses[j].unit]) {
-        step.prefetch.push_back(uses[j].unit);
-        present[uses[j].unit] = true;
+    step.gather = !present[uses[i].unit];
+    present[uses[i].unit] = true;
+    for (const int unit : ahead(i)) {
+      if (!present[unit]) {
+        step.prefetch.push_back(unit);
+        present[unit] = true;
       }
     }
     step.release = !kept(i);
+    step.to_group = step.release && policy.reshard == ReshardMode::kGroup &&
+                    uses[i].pass == Pass::kForward && used_after(i);
     if (step.release)
       present[uses[i].unit] = false;
     plan.steps.push_back(std::move(step));
@@ -68,21 +88,33 @@ int64_t UsagePlan::peak_gathered(const std::vector<UnitLayout>& units) const {
   const auto transient = [&](int unit) {
     return units[unit].ranks() == 1 ? 0 : units[unit].gathered_bytes();
   };
-  int64_t now = 0;
   if (policy.reshard == ReshardMode::kResident) {
+    int64_t all = 0;
     for (size_t unit = 0; unit < units.size(); ++unit)
-      now += transient(unit);
-    return now;
+      all += transient(static_cast<int>(unit));
+    return all;
   }
-  int64_t peak = 0;
+  int64_t now = 0, peak = 0;
+  std::vector<bool> sliced(units.size(), false);
+  const auto slice = [&](int unit) { return transient(unit) / std::max(1, policy.group); };
   for (const PlanStep& step : steps) {
+    const int unit = step.use.unit;
     if (step.gather)
-      now += transient(step.use.unit);
-    for (int unit : step.prefetch)
       now += transient(unit);
     peak = std::max(peak, now);
+    if (sliced[unit])  // gathered from the group's slices, which are free then
+      now -= slice(unit);
+    sliced[unit] = false;
+    for (const int other : step.prefetch)
+      now += transient(other);
+    peak = std::max(peak, now);
+    if (step.to_group) {
+      now += slice(unit);
+      sliced[unit] = true;
+      peak = std::max(peak, now);
+    }
     if (step.release)
-      now -= transient(step.use.unit);
+      now -= transient(unit);
   }
   return peak;
 }
@@ -94,10 +126,16 @@ int UsagePlan::gathers() const {
   return count;
 }
 
+const char* after(const PlanStep& step) {
+  return step.to_group ? "reshard to group" : step.release ? "reshard" : "keep";
+}
+
 std::string UsagePlan::table(const std::vector<UnitLayout>& units) const {
   std::ostringstream out;
   out << "usage plan: phase " << to_string(phase) << ", reshard after forward "
-      << to_string(policy.reshard) << ", prefetch " << policy.prefetch << "\n";
+      << (policy.reshard == ReshardMode::kGroup ? std::to_string(policy.group)
+                                                : to_string(policy.reshard))
+      << ", prefetch " << policy.prefetch << "\n";
   out << std::left << std::setw(12) << "pass" << std::setw(16) << "unit" << std::setw(12)
       << "rowwise" << std::setw(28) << "gathered meanwhile"
       << "after\n";
@@ -107,8 +145,7 @@ std::string UsagePlan::table(const std::vector<UnitLayout>& units) const {
       ahead += (ahead.empty() ? "" : ", ") + units[unit].name();
     out << std::left << std::setw(12) << to_string(step.use.pass) << std::setw(16)
         << units[step.use.unit].name() << std::setw(12) << (step.gather ? "gather" : "there")
-        << std::setw(28) << (ahead.empty() ? "-" : ahead) << (step.release ? "reshard" : "keep")
-        << "\n";
+        << std::setw(28) << (ahead.empty() ? "-" : ahead) << after(step) << "\n";
   }
   return out.str();
 }

@@ -18,6 +18,7 @@ namespace rowshard {
 enum class ReshardMode {
   kTrue,      // sharded again after forward; gathered once more in backward
   kFalse,     // stays gathered until its backward is done
+  kGroup,     // after forward sharded over a smaller group; gathered over it in backward
   kResident,  // gathered once for the run
 };
 const char* to_string(ReshardMode mode);
@@ -30,7 +31,8 @@ struct UnitUse {
 
 struct PlanPolicy {
   ReshardMode reshard = ReshardMode::kTrue;
-  int prefetch = 1;  // gathers in flight beyond the unit in use
+  int prefetch = 1;  // units gathered ahead of the one in use
+  int group = 0;     // kGroup: ranks of the smaller group
 };
 
 /// What happens around one use.
@@ -39,7 +41,10 @@ struct PlanStep {
   bool gather = false;        // not there yet: its own gather must be issued now, unhidden
   std::vector<int> prefetch;  // units whose gathers are issued while this use computes
   bool release = false;       // reshard after this use
+  bool to_group = false;      // … over the smaller group only
 };
+
+const char* after(const PlanStep& step);  // "reshard", "reshard to group", "keep"
 
 struct UsagePlan {
   Phase phase = Phase::kTraining;

@@ -21,8 +21,10 @@ void UsageScheduler::begin(const UsagePlan& plan) {
       units_[unit]->finish_gather(compute_);
     }
     // A unit kept from another mode or an interrupted pass would not be where the plan says.
-    if (!resident && units_[unit]->gathered())
+    if (!resident && !units_[unit]->at_shard())
       units_[unit]->reshard();
+    if (plan.phase == Phase::kInference)
+      units_[unit]->drop_columnwise();
   }
   plan_ = &plan;
   position_ = 0;
@@ -57,6 +59,7 @@ void UsageScheduler::wait_for_gather(int unit) {
     waits_.emplace_back(Event(compute_.device(), true), Event(compute_.device(), true));
   }
   auto& [begin, end] = waits_[waits_used_++];
+  TraceSpan span(compute_, TraceLane::kUnits, "wait");
   begin.record(compute_);
   compute_.wait(begin);  // on the host the mark takes over what was pending; nothing may be lost
   units_[unit]->finish_gather(compute_);
@@ -82,6 +85,10 @@ ShardedUnit& UsageScheduler::acquire(int unit, Pass pass) {
   }
   for (int ahead : step.prefetch)
     gather(ahead);
+  if (Trace::active()) {
+    span_ =
+        TraceSpan(compute_, TraceLane::kUnits, message(units_[unit]->name(), " ", to_string(pass)));
+  }
   return *units_[unit];
 }
 
@@ -90,8 +97,12 @@ void UsageScheduler::release(int unit, Pass pass) {
   ROWSHARD_CHECK(in_use_, LogicError, "release of unit ", units_[unit]->name(),
                  " that was not acquired");
   in_use_ = false;
-  if (step.release)
+  span_.end();
+  if (step.to_group) {
+    units_[unit]->reshard_to_group(compute_);
+  } else if (step.release) {
     units_[unit]->reshard();
+  }
   // Also after a unit that stays: what this use freed may be the next gather's memory.
   released_.record(compute_);
   ++position_;
@@ -115,6 +126,7 @@ void UsageScheduler::abort() noexcept {
   plan_ = nullptr;
   position_ = 0;
   in_use_ = false;
+  span_ = TraceSpan();
 }
 
 }  // namespace rowshard

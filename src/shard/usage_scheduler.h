@@ -10,8 +10,10 @@
 //
 // Streams: a gather writes memory that earlier work may have left, be it a unit's or scratch, so
 // the communication stream waits for the compute stream's work up to the last release before each
-// gather. Nothing else
-// orders the two, and the host waits for neither (on the host device, work runs when issued).
+// gather. Nothing else orders the two, and the host waits for neither (on the host device, work
+// runs when issued).
+//
+// A plan of the inference phase drops the columnwise copies that can be made again when it begins.
 #pragma once
 
 #include <utility>
@@ -55,6 +57,7 @@ class UsageScheduler {
   bool in_use_ = false;
   std::vector<std::pair<Event, Event>> waits_;  // begin and end of each wait; used again every step
   size_t waits_used_ = 0;
+  TraceSpan span_;  // of the unit in use
 };
 
 }  // namespace rowshard

@@ -88,14 +88,15 @@ shows "default: 0.0002" finetune --lr 1 --help
 
 # docs/program.md has every option with its default, and no other.
 options() {
-  "$program" "$1" --help | awk '
+  # shellcheck disable=SC2086  # "bench step" is two words
+  "$program" $1 --help | awk '
     function flush() { if (row != "") print row; row = "" }
     /^  --/ { flush(); row = $0; next }
     row != "" && /^          / { sub(/ *$/, "", row); sub(/^ +/, " "); row = row $0; next }
     { flush() }
     END { flush() }' | grep -vE '^  --(help|config) '
 }
-for command in finetune plan quantize merge evaluate generate bench inspect; do
+for command in finetune plan quantize merge evaluate generate bench "bench step" inspect; do
   while read -r row; do
     checks=$((checks + 1))
     name="${row%% *}" default=""
@@ -104,7 +105,8 @@ for command in finetune plan quantize merge evaluate generate bench inspect; do
       fail "docs/program.md: no row of $command $name with the default '$default'"
   done < <(options "$command")
 done
-everything="$(for command in finetune plan quantize merge evaluate generate bench inspect; do
+everything="$(for command in finetune plan quantize merge evaluate generate bench "bench step" \
+  inspect; do
   options "$command"
 done)"
 while read -r name; do
@@ -131,7 +133,7 @@ refused "--columnwise gone: use one of release, resident, direct" "${job[@]}" --
 refused "--lr-schedule cos: use one of cosine" "${job[@]}" --lr-schedule cos
 refused "--recompute all: use one of none, block" "${job[@]}" --recompute all
 refused "--device gpu: use one of auto, cuda, host" "${job[@]}" --device gpu
-refused "--transport mpi: use one of nccl, staged" "${job[@]}" --transport mpi
+refused "--transport mpi: use one of peer, nccl, staged" "${job[@]}" --transport mpi
 refused "--reshard-after-forward yes: use true, false, resident" \
   "${job[@]}" --reshard-after-forward yes
 refused "--packing 1: use true or false" "${job[@]}" --packing 1

@@ -1,4 +1,4 @@
-// GoogleTest main for multi-rank tests: `--device host|cuda [--comm nccl|staged]`.
+// GoogleTest main for multi-rank tests: `--device host|cuda [--comm peer|nccl|staged]`.
 //
 // Rank 0 prints as usual, the others only their failures, with their rank. A test that runs longer
 // than its timer ends the job: a hang is a failure. All ranks exit with the same code: 0, 1, or 77
@@ -95,7 +95,8 @@ int skip(const LaunchEnvironment& launch, const std::string& why) {
 int run(int argc, char** argv) {
   const LaunchEnvironment launch = detect_launch_environment();
   const bool cuda = option(argc, argv, "--device", "host") == "cuda";
-  const bool staged = option(argc, argv, "--comm", "nccl") == "staged";
+  const std::string comm = option(argc, argv, "--comm", "peer");
+  const bool staged = comm == "staged";
   if (cuda) {
     const int count = cuda_device_count();
     const bool too_few = count > 1 && count < launch.local_world_size && !staged;
@@ -108,7 +109,9 @@ int run(int argc, char** argv) {
   std::unique_ptr<World> world;
   try {
     world = World::create(launch, cuda ? DeviceKind::kCuda : DeviceKind::kHost,
-                          staged ? CudaTransport::kStaged : CudaTransport::kNccl);
+                          staged           ? CudaTransport::kStaged
+                          : comm == "nccl" ? CudaTransport::kNccl
+                                           : CudaTransport::kPeer);
   } catch (const SharedGpuError& error) {
     return skip(launch, message("fewer GPUs than ranks: ", error.what()));
   }

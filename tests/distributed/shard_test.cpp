@@ -214,6 +214,14 @@ class SchedulerTest : public ShardTest {
   static constexpr int kBlocks = 4;
 
   SchedulerTest() {
+    for (smaller = 2; smaller < size() && size() % smaller != 0;)
+      ++smaller;
+    if (size() > 1) {
+      std::vector<int> ranks;
+      for (int i = 0; i < smaller; ++i)
+        ranks.push_back(rank() / smaller * smaller + i);
+      regather = world().communicator("regather", ranks);
+    }
     std::vector<ShardedUnit*> pointers;
     for (int i = 0; i <= kBlocks; ++i) {
       const std::string name = message("unit ", i);
@@ -222,7 +230,8 @@ class SchedulerTest : public ShardTest {
                                             {fp8_weight(name + ".up", 128 + 40 * i, 160),
                                              plain_weight(name + ".norm", {33})},
                                             size()));
-      units.push_back(std::make_unique<ShardedUnit>(layouts.back(), *group, bench.arena));
+      units.push_back(
+          std::make_unique<ShardedUnit>(layouts.back(), *group, bench.arena, regather.get()));
       pointers.push_back(units.back().get());
       wanted.push_back(gathered_bytes(layouts.back()));
       units.back()->load(source, bench.stream);
@@ -246,9 +255,9 @@ class SchedulerTest : public ShardTest {
     uses.push_back({0, Pass::kForward});
     return uses;
   }
-  static UsagePlan plan(ReshardMode mode, int prefetch, Phase phase = Phase::kTraining) {
+  UsagePlan plan(ReshardMode mode, int prefetch, Phase phase = Phase::kTraining) const {
     return UsagePlan::make(phase, phase == Phase::kTraining ? training_uses() : forward_uses(),
-                           kBlocks + 1, {mode, prefetch});
+                           kBlocks + 1, {mode, prefetch, smaller});
   }
 
   /// Runs the plan, or leaves it by an exception before the end of use `stop`.
@@ -267,17 +276,22 @@ class SchedulerTest : public ShardTest {
     scheduler->finish();
   }
 
-  /// Bytes a rank receives for the plan's gathers.
-  int64_t wire_bytes(const UsagePlan& plan) const {
+  /// Bytes a rank receives for the plan's gathers, over the whole group or the smaller one.
+  int64_t wire_bytes(const UsagePlan& plan, bool of_smaller = false) const {
     int64_t total = 0;
+    std::vector<bool> sliced(layouts.size(), false);
     const auto add = [&](int unit) {
-      total += layouts[unit].gathered_bytes() / size() * (size() - 1);
+      const int ranks = sliced[unit] ? smaller : size();
+      if (sliced[unit] == of_smaller)
+        total += layouts[unit].gathered_bytes() / ranks * (ranks - 1);
+      sliced[unit] = false;
     };
     for (const PlanStep& step : plan.steps) {
       if (step.gather)
         add(step.use.unit);
       for (int unit : step.prefetch)
         add(unit);
+      sliced[step.use.unit] = step.to_group;
     }
     return total;
   }
@@ -296,6 +310,8 @@ class SchedulerTest : public ShardTest {
   }
 
   KnownSource source;
+  int smaller = 0;                         // ranks of the regather group, which divides all
+  std::unique_ptr<Communicator> regather;  // with more than one rank
   std::vector<UnitLayout> layouts;
   std::vector<std::unique_ptr<ShardedUnit>> units;
   std::vector<std::vector<uint8_t>> wanted;
@@ -303,16 +319,23 @@ class SchedulerTest : public ShardTest {
 };
 
 TEST_F(SchedulerTest, TransientAndWireAreThePlans) {
-  for (const ReshardMode mode : {ReshardMode::kTrue, ReshardMode::kFalse}) {
+  for (const ReshardMode mode : {ReshardMode::kTrue, ReshardMode::kFalse, ReshardMode::kGroup}) {
+    if (mode == ReshardMode::kGroup && size() == 1)
+      continue;
     for (const int prefetch : {0, 1, 2, 7}) {
       for (const Phase phase : {Phase::kTraining, Phase::kValidation}) {
         SCOPED_TRACE(message(to_string(mode), " prefetch ", prefetch, " ", to_string(phase)));
         const UsagePlan planned = plan(mode, prefetch, phase);
         bench.arena.reset_peak();
         group->reset_wire_bytes();
+        if (regather)
+          regather->reset_wire_bytes();
         run(planned);
         EXPECT_EQ(peak(Category::kGathered), planned.peak_gathered(layouts));
         EXPECT_EQ(group->wire_bytes(), wire_bytes(planned));
+        if (regather) {
+          EXPECT_EQ(regather->wire_bytes(), wire_bytes(planned, true));
+        }
         expect_all_sharded();
       }
     }
@@ -347,9 +370,11 @@ TEST_F(SchedulerTest, OneFp8ByteAParameterOnTheWire) {
 }
 
 TEST_F(SchedulerTest, ModesFollowEachOther) {
-  const ReshardMode modes[] = {ReshardMode::kTrue, ReshardMode::kResident, ReshardMode::kFalse,
-                               ReshardMode::kResident, ReshardMode::kTrue};
+  const ReshardMode modes[] = {ReshardMode::kTrue,  ReshardMode::kResident, ReshardMode::kFalse,
+                               ReshardMode::kGroup, ReshardMode::kResident, ReshardMode::kTrue};
   for (const ReshardMode mode : modes) {
+    if (mode == ReshardMode::kGroup && size() == 1)
+      continue;
     bench.arena.reset_peak();
     run(plan(mode, 1));
     EXPECT_EQ(now(Category::kGathered), mode == ReshardMode::kResident ? all_units() : 0);
@@ -391,7 +416,9 @@ TEST_F(SchedulerTest, UseOutOfOrderIsRefusedBeforeAnyCollective) {
 }
 
 TEST_F(SchedulerTest, AbortLeavesNothingAndTheNextStepWorks) {
-  for (const ReshardMode mode : {ReshardMode::kTrue, ReshardMode::kFalse}) {
+  for (const ReshardMode mode : {ReshardMode::kTrue, ReshardMode::kFalse, ReshardMode::kGroup}) {
+    if (mode == ReshardMode::kGroup && size() == 1)
+      continue;
     for (const int prefetch : {0, 2}) {
       const UsagePlan planned = plan(mode, prefetch);
       for (int stop = 0; stop < static_cast<int>(planned.steps.size()); ++stop) {
@@ -416,6 +443,28 @@ TEST_F(SchedulerTest, AbortKeepsResidentUnits) {
   const int64_t issued = group->issued();
   run(planned);
   EXPECT_EQ(group->issued(), issued);
+}
+
+TEST_F(SchedulerTest, InferenceDropsTheColumnwiseCopies) {
+  const auto train = [&] {
+    const UsagePlan planned = plan(ReshardMode::kTrue, 1);
+    scheduler->begin(planned);
+    for (const PlanStep& step : planned.steps) {
+      ShardedUnit& unit = scheduler->acquire(step.use.unit, step.use.pass);
+      if (step.use.unit > 0 && step.use.pass == Pass::kBackward)
+        unit.fp8(0).update_usage(std::nullopt, true, bench.ctx);
+      scheduler->release(step.use.unit, step.use.pass);
+    }
+    scheduler->finish();
+    return now(Category::kColumnwise);
+  };
+  const int64_t kept = train();
+  EXPECT_GT(kept, 0);
+  run(plan(ReshardMode::kTrue, 1, Phase::kValidation));
+  EXPECT_EQ(now(Category::kColumnwise), kept) << "validation leaves them";
+  run(plan(ReshardMode::kTrue, 1, Phase::kInference));
+  EXPECT_EQ(now(Category::kColumnwise), 0);
+  EXPECT_EQ(train(), kept) << "and training makes them again";
 }
 
 TEST_F(SchedulerTest, ColumnwiseCopiesStayOverReshardAndGoWithRelease) {

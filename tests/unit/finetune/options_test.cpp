@@ -45,6 +45,7 @@ TEST(Options, TextAndValueAreInverse) {
   for (const char* text : {"auto", "cuda", "host"}) {
     EXPECT_STREQ(to_string(parse_device_choice(text)), text);
   }
+  EXPECT_EQ(parse_transport("peer"), CudaTransport::kPeer);
   EXPECT_EQ(parse_transport("nccl"), CudaTransport::kNccl);
   EXPECT_EQ(parse_transport("staged"), CudaTransport::kStaged);
   EXPECT_EQ(parse_columnwise_policy("release"), ColumnwisePolicy::kRelease);

@@ -1,0 +1,57 @@
+// `rowshard bench step`: what a training step of a model shape costs on these ranks, and how much
+// of its communication shows. Weights and data are random; no file is read.
+//
+// The step is the trainer's: gathers, forward, backward, the reduction of adapter gradients, clip
+// and AdamW (with a learning rate of 0, so that every step of every mode must give the same bits,
+// which is checked). The mode asked for and `resident`, which gathers nothing during a step, are
+// measured in turns; what they differ by is what the gathers cost, hidden or not.
+#pragma once
+
+#include "finetune/options.h"
+#include "finetune/reporter.h"
+#include "model/hf_config.h"
+#include "shard/sharded_unit.h"
+
+namespace rowshard {
+
+struct StepBenchOptions {
+  ModelConfig model;  // sizes only
+  ExecutionOptions execution;
+  LoraOptions lora;
+  Recompute recompute = Recompute::kNone;
+  int64_t tokens = 4096;  // of each rank, one sequence
+  int64_t grad_accum = 1;
+  int steps = 10;        // timed, of each mode, in two turns
+  bool baseline = true;  // measure resident too
+  std::string trace;     // of one step more, in the mode asked for; empty: none
+};
+/// Llama-3.1-8B's sizes.
+StepBenchOptions default_step_bench();
+void check(const StepBenchOptions& options);
+
+/// Medians over the steps, each step the slowest rank's; bytes are this rank's.
+struct StepMeasurement {
+  std::string mode;
+  double step_ms = 0;
+  double wait_ms = 0;            // compute stood waiting for gathers
+  double reduction_ms = 0;       // the collectives of the optimiser
+  double tokens_per_second = 0;  // of all ranks
+  int64_t wire_bytes = 0;
+  int64_t peak_bytes = 0;
+  double loss = 0, grad_norm = 0;  // the same bits in every step
+};
+struct StepBenchResult {
+  std::vector<StepMeasurement> modes;  // the one asked for, then resident
+  /// (step of the mode - step of resident + reduction) / step of the mode; only with both.
+  std::optional<double> not_hidden;
+};
+StepBenchResult bench_step(World& world, const StepBenchOptions& options);
+
+/// Random weights of any unit: codes without NaN, scales that keep activations near 1.
+class RandomSource : public UnitSource {
+ public:
+  void read(const WeightSpec& weight, int64_t begin, int64_t end, std::byte* to) override;
+  void scales(const WeightSpec& weight, float* to) override;
+};
+
+}  // namespace rowshard

@@ -10,6 +10,7 @@ int command_quantize(int argc, char** argv);
 int command_merge(int argc, char** argv);
 int command_evaluate(int argc, char** argv);
 int command_generate(int argc, char** argv);
+int command_validate(int argc, char** argv);
 int command_bench(int argc, char** argv);
 int command_inspect(int argc, char** argv);
 

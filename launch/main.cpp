@@ -26,7 +26,8 @@ constexpr Command kCommands[] = {
     {"merge", "a base and its adapter made into one bf16 model", command_merge},
     {"evaluate", "loss and perplexity of a token file", command_evaluate},
     {"generate", "continue a prompt greedily", command_generate},
-    {"bench", "measure collectives, FP8 kernels or the FP8 GEMM", command_bench},
+    {"validate", "check on these ranks what a mode of parallelism promises", command_validate},
+    {"bench", "measure a training step, collectives, FP8 kernels or the FP8 GEMM", command_bench},
     {"inspect", "what a model, an adapter or a safetensors file holds", command_inspect},
 };
 

@@ -76,7 +76,11 @@ int64_t base_parameters(const std::vector<UnitLayout>& units) {
 }  // namespace
 
 MemoryPlan plan_memory(const FinetuneOptions& options, DeviceKind device) {
-  const ModelConfig config = ModelConfig::load(options.model);
+  return plan_memory(ModelConfig::load(options.model), options, device);
+}
+
+MemoryPlan plan_memory(const ModelConfig& config, const FinetuneOptions& options,
+                       DeviceKind device) {
   const ExecutionOptions& execution = options.execution;
   const int dp_shard = std::max(1, execution.dp_shard);
   const Mesh mesh = make_mesh(dp_shard * execution.dp_replicate * execution.tp,

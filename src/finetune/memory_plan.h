@@ -34,6 +34,9 @@ struct MemoryPlan {
 /// `device` is where the job would run. Reads the model's config.json only, and the token file if
 /// options.data names one; without it every micro-batch is full and every token has a label.
 MemoryPlan plan_memory(const FinetuneOptions& options, DeviceKind device);
+/// The same of a model without files; options.model is not looked at.
+MemoryPlan plan_memory(const ModelConfig& config, const FinetuneOptions& options,
+                       DeviceKind device);
 
 std::string to_table(const MemoryPlan& plan, bool with_usage);
 std::string to_json(const MemoryPlan& plan);

@@ -7,20 +7,13 @@
 // measured in turns; what they differ by is what the gathers cost, hidden or not.
 #pragma once
 
-#include "finetune/options.h"
-#include "finetune/reporter.h"
-#include "model/hf_config.h"
-#include "shard/sharded_unit.h"
+#include <optional>
+
+#include "finetune/synthetic_run.h"
 
 namespace rowshard {
 
-struct StepBenchOptions {
-  ModelConfig model;  // sizes only
-  ExecutionOptions execution;
-  LoraOptions lora;
-  Recompute recompute = Recompute::kNone;
-  int64_t tokens = 4096;  // of each rank, one sequence
-  int64_t grad_accum = 1;
+struct StepBenchOptions : SyntheticOptions {
   int steps = 10;        // timed, of each mode, in two turns
   bool baseline = true;  // measure resident too
   std::string trace;     // of one step more, in the mode asked for; empty: none
@@ -46,12 +39,5 @@ struct StepBenchResult {
   std::optional<double> not_hidden;
 };
 StepBenchResult bench_step(World& world, const StepBenchOptions& options);
-
-/// Random weights of any unit: codes without NaN, scales that keep activations near 1.
-class RandomSource : public UnitSource {
- public:
-  void read(const WeightSpec& weight, int64_t begin, int64_t end, std::byte* to) override;
-  void scales(const WeightSpec& weight, float* to) override;
-};
 
 }  // namespace rowshard

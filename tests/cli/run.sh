@@ -81,7 +81,7 @@ JSON
 
 shows "usage: rowshard COMMAND" --help
 shows "devices: host" --version
-for command in finetune plan quantize merge evaluate generate bench inspect; do
+for command in finetune plan quantize merge evaluate generate validate bench inspect; do
   shows "usage: rowshard $command" "$command" --help
 done
 shows "default: 0.0002" finetune --lr 1 --help
@@ -96,7 +96,7 @@ options() {
     { flush() }
     END { flush() }' | grep -vE '^  --(help|config) '
 }
-for command in finetune plan quantize merge evaluate generate bench "bench step" inspect; do
+for command in finetune plan quantize merge evaluate generate validate bench "bench step" inspect; do
   while read -r row; do
     checks=$((checks + 1))
     name="${row%% *}" default=""
@@ -105,7 +105,7 @@ for command in finetune plan quantize merge evaluate generate bench "bench step"
       fail "docs/program.md: no row of $command $name with the default '$default'"
   done < <(options "$command")
 done
-everything="$(for command in finetune plan quantize merge evaluate generate bench "bench step" \
+everything="$(for command in finetune plan quantize merge evaluate generate validate bench "bench step" \
   inspect; do
   options "$command"
 done)"
@@ -162,6 +162,10 @@ refused "PATH is missing" inspect --json
 refused "one PATH only" inspect a b
 refused "nowhere" inspect nowhere
 refused "--model is missing" plan
+refused "MODE is missing" validate
+refused "validate fsdp: use one of single, fsdp2-reshard" validate fsdp
+refused "validate tp-sp: tensor parallelism is not in this version" validate tp-sp
+refused "--tokens 0: must be at least 1" bench step --tokens 0
 refused "model: no such" plan --model model
 
 # --config: the same names; an error names the file; the command line wins.

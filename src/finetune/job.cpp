@@ -2,9 +2,6 @@
 
 #include <algorithm>
 
-#include "core/environment.h"
-#include "core/log.h"
-
 namespace rowshard {
 
 namespace {
@@ -32,24 +29,6 @@ int64_t resolve_seq_len(int64_t seq_len, const ModelConfig& config) {
                  " is longer than the model's max_position_embeddings ",
                  config.max_position_embeddings);
   return seq_len;
-}
-
-ColumnwisePolicy columnwise_policy(ColumnwisePolicy asked) {
-  // Read at every start, so that job scripts written for TransformerEngine keep their meaning.
-  for (const char* name :
-       {"ROWSHARD_RELEASE_FROZEN_WEIGHT_COLUMNWISE", "NVTE_RELEASE_FROZEN_WEIGHT_COLUMNWISE"}) {
-    const std::optional<bool> release = environment_switch(name);
-    if (!release)
-      continue;
-    const ColumnwisePolicy policy =
-        *release ? ColumnwisePolicy::kRelease : ColumnwisePolicy::kResident;
-    if (policy != asked) {
-      log_once(name,
-               message(name, "=", *release ? 1 : 0, " overrides --columnwise ", to_string(asked)));
-    }
-    return policy;
-  }
-  return asked;
 }
 
 PlanPolicy plan_policy(const ExecutionOptions& execution) {

@@ -22,10 +22,6 @@ DeviceKind resolve_device(DeviceChoice choice);
 /// seq_len 0 means min(model's maximum, 1024); ConfigError when it is longer than the model's.
 int64_t resolve_seq_len(int64_t seq_len, const ModelConfig& config);
 
-/// What the option says, or ROWSHARD_RELEASE_FROZEN_WEIGHT_COLUMNWISE=1|0 (alias
-/// NVTE_RELEASE_FROZEN_WEIGHT_COLUMNWISE): release, or resident.
-ColumnwisePolicy columnwise_policy(ColumnwisePolicy asked);
-
 /// The reshard mode and prefetch depth that the options ask for.
 PlanPolicy plan_policy(const ExecutionOptions& execution);
 /// The ranks of the world over which `rank` shards a unit again after forward, of those in

@@ -71,6 +71,46 @@ void Fp8Matrix::rowwise_written() {
   rowwise_->version = ++version_;
 }
 
+void Fp8Matrix::quantize_from(const ConstView& x, Usage copies, const QuantizeOptions& options,
+                              Context& ctx) {
+  ROWSHARD_CHECK(
+      copies.rowwise, UsageError, describe_state(),
+      "; quantize_from makes the rowwise copy, alone or with the columnwise one; asked for ",
+      rowshard::to_string(copies));
+  ROWSHARD_CHECK(x.shape == (Shape{rows_, cols_}) && x.device == device_ && ctx.device() == device_,
+                 ShapeError, name_, ": quantize_from takes [", rows_, ", ", cols_, "] on ", device_,
+                 "; got ", describe(x), ", stream on ", ctx.device());
+  ROWSHARD_CHECK((!rowwise_ && !columnwise_) || options.format == format_, ShapeError, name_,
+                 ": its copies are ", to_string(format_), ", asked for ",
+                 to_string(options.format));
+  format_ = options.format;
+  std::optional<Copy> new_rowwise, new_columnwise;
+  if (!rowwise_)
+    new_rowwise = make_copy(true, ctx);
+  if (copies.columnwise && !columnwise_)
+    new_columnwise = make_copy(false, ctx);
+  const Fp8View& rowwise = rowwise_ ? rowwise_->view : new_rowwise->view;
+  const Fp8View* columnwise = !copies.columnwise ? nullptr
+                              : columnwise_      ? &columnwise_->view
+                                                 : &new_columnwise->view;
+  quantize(&rowwise, columnwise, x, options, ctx.stream);
+  ++version_;
+  if (new_rowwise)
+    rowwise_ = std::move(new_rowwise);
+  rowwise_->version = version_;
+  if (!copies.columnwise)
+    return;
+  if (new_columnwise)
+    columnwise_ = std::move(new_columnwise);
+  columnwise_->version = version_;
+}
+
+void Fp8Matrix::pin_columnwise(bool pinned) {
+  ROWSHARD_CHECK(!pinned || has_columnwise(), UsageError, describe_state(),
+                 "; its columnwise copy cannot be pinned before it is there");
+  pinned_ = pinned;
+}
+
 Usage Fp8Matrix::usage() const {
   return {has_rowwise(), has_columnwise()};
 }
@@ -146,6 +186,10 @@ void Fp8Matrix::update_usage(std::optional<bool> rowwise, std::optional<bool> co
                  refused("neither copy would be left. Keep one, or call discard"));
   ROWSHARD_CHECK(ctx.device() == device_, UsageError,
                  refused("the matrix is on ", device_, ", the stream on ", ctx.device()));
+  ROWSHARD_CHECK(
+      !pinned_ || want.columnwise, UsageError,
+      refused("a recorded graph reads the columnwise copy. Unpin it (pin_columnwise(false)) "
+              "once that graph is gone"));
   for (const bool is_rowwise : {true, false}) {
     const bool has = is_rowwise ? have.rowwise : have.columnwise;
     const bool wants = is_rowwise ? want.rowwise : want.columnwise;
@@ -213,6 +257,7 @@ void Fp8Matrix::discard(Usage copies) {
   }
   if (copies.columnwise) {
     columnwise_.reset();
+    pinned_ = false;
   }
 }
 

@@ -19,7 +19,7 @@
 #include <string>
 
 #include "core/arena.h"
-#include "fp8/fp8_view.h"
+#include "fp8/quantize.h"
 
 namespace rowshard {
 
@@ -75,6 +75,12 @@ class Fp8Matrix {
   void own_columnwise(Tensor codes, Tensor scales);
   /// The rowwise bytes were written in place: the columnwise copy is stale from here on.
   void rowwise_written();
+  /// Quantises x [N, K] into the rowwise copy and, when asked for, the columnwise one, by one
+  /// kernel, in the memory they have or in new memory of ctx.arena. A columnwise copy that is not
+  /// asked for is stale from here on. options.skip is read on the device: then both keep what they
+  /// held.
+  void quantize_from(const ConstView& x, Usage copies, const QuantizeOptions& options,
+                     Context& ctx);
   void set_source(Source source) { source_ = std::move(source); }
   bool has_source() const { return static_cast<bool>(source_); }
 
@@ -96,6 +102,10 @@ class Fp8Matrix {
   /// copy is refused. New codes are allocated as `columnwise` or `rowwise_shard`, scales as
   /// `scales`.
   void update_usage(std::optional<bool> rowwise, std::optional<bool> columnwise, Context& ctx);
+  /// A recorded graph reads the columnwise copy: until it is unpinned it is not dropped, and a
+  /// request to drop it is a UsageError. The columnwise copy must be there.
+  void pin_columnwise(bool pinned);
+  bool columnwise_pinned() const { return pinned_; }
   /// Drops the named copies whether or not they can be made again; the matrix may end up empty.
   void discard(Usage copies);
   /// Every copy that is there and not stale, in memory of `arena`, owned; codes and scales bit for
@@ -127,6 +137,7 @@ class Fp8Matrix {
   std::optional<Copy> rowwise_;
   std::optional<Copy> columnwise_;
   Source source_;
+  bool pinned_ = false;
 };
 
 }  // namespace rowshard

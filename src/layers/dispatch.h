@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "core/arena.h"
+#include "fp8/fp8_view.h"
 
 namespace rowshard {
 
@@ -42,6 +43,18 @@ inline bool same_operands(const ConstView& first, std::initializer_list<ConstVie
            other.device == first.device;
   }
   return same;
+}
+
+/// Codes that a kernel writes beside its result y: 1×128 e4m3 of y's shape. Null is fine.
+inline void check_fused_codes(const char* operation, const Fp8View* y8, const ConstView& y) {
+  if (!y8)
+    return;
+  check(ConstFp8View(*y8), operation);
+  check_operands(y8->grouping == Grouping::k1x128 && y8->codes.dtype == DType::kE4M3 &&
+                     y8->outer() == y.rows() && y8->inner() == y.cols() &&
+                     y8->codes.device == y.device && y.dtype != DType::kF64,
+                 operation, "codes 1x128 e4m3 of an f32 or bf16 result, of its shape",
+                 {{"y", y}, {"codes", y8->codes}});
 }
 
 /// f(T{}) with T the element type of a host operation.

@@ -1,77 +1,88 @@
-// The linear layer  y = x · Wᵀ + bias + s · B · A · dropout(x),  with a frozen W held in FP8 or
-// plain, and an optional trainable adapter.
+// The linear layer  y = x · Wᵀ + bias + s · B · A · dropout(x),  frozen or trainable, its weight
+// FP8 or plain, with an optional adapter.
 //
-// With an FP8 weight both base GEMMs run in FP8: fprop reads the rowwise copy and x quantised
-// 1×128, dgrad reads the columnwise copy and dy quantised 1×128. W is frozen, so there is no wgrad:
-// no columnwise x or dy is ever made, and x is kept only for the adapter.
+// With an FP8 weight all base products run in FP8: fprop reads the rowwise copy and x quantised
+// 1×128, dgrad the columnwise copy and dy quantised 1×128, wgrad (only when the weight has
+// somewhere to put its gradient) x and dy quantised along the tokens. layers/linear_plan.h says
+// which of these a call makes and keeps.
 //
-// Everything is queued on ctx.stream; scratch is arena workspace, released on return. ShapeError
-// and UsageError name the weight.
+// There is no tape: forward fills a plain `saved`, backward reads it. saved null: no backward
+// follows, nothing is kept. Views in `saved` are the caller's memory, which must live until the
+// backward (until the weight gradient, when that is delayed). Everything is queued on ctx.stream;
+// scratch is arena workspace, released on return. Every operand is checked before anything is
+// queued or changed: ShapeError, UsageError, LogicError and ConfigError name the weight.
+//
+// The layer may be captured in a graph. A copy that is missing under `release` is then recorded as
+// rebuild, product and release in scratch of the graph's own arena; one that is there is read and
+// pinned; under `resident` a missing one is a UsageError, because a replay runs no host code.
 #pragma once
 
-#include <initializer_list>
-#include <string>
+#include <memory>
 
-#include "fp8/fp8_matrix.h"
+#include "layers/linear_plan.h"
 #include "layers/lora.h"
+#include "layers/quantized_input.h"
+#include "layers/weight.h"
 
 namespace rowshard {
 
-/// A frozen weight as this step sees it. Owns nothing: the bytes belong to the unit it was gathered
-/// with.
-struct LinearWeight {
-  std::string name;          // for messages, "model.layers.3.mlp.down_proj"
-  int64_t n = 0;             // outputs
-  int64_t k = 0;             // inputs
-  Fp8Matrix* fp8 = nullptr;  // [N, K], or null: then `plain` is the weight
-  ConstView plain;           // [N, K] f64, f32 or bf16
-  ConstView bias;            // [N] in the dtype of y, or no data
+/// A linear layer in one step: a weight and what hangs on it. Owns nothing.
+struct Linear {
+  const LinearWeight* weight = nullptr;
+  const LoraFactors* lora = nullptr;
+  Dropout dropout = {};                                      // of the adapter
+  ColumnwisePolicy columnwise = ColumnwisePolicy::kRelease;  // while the weight is frozen
+  BackwardOverride backward_override = BackwardOverride::kNone;
+  bool delay_weight_gradient = false;  // backward leaves it to linear_weight_gradient
 };
 
-/// When the columnwise copy of a frozen FP8 weight exists.
-enum class ColumnwisePolicy {
-  kRelease,   // made just before dgrad, released right after it
-  kResident,  // made once, kept
-  kDirect,    // never made: a dgrad that reads the rowwise bytes
+/// What a weight gradient still needs when it was delayed.
+struct DelayedGradient {
+  ConstView dy;  // [T, N]
+  QuantizedActivation dy8;
+  bool waiting = false;
 };
-const char* to_string(ColumnwisePolicy policy);  // "release", "resident", "direct"
 
-/// x quantised along K, made once and read by every projection of x (q, k, v; gate, up): 1×128, or
-/// MX 1×32 for MX weights. Holds no data when no reader is FP8.
-struct QuantizedInput {
-  Tensor codes;   // [T, K] e4m3
-  Tensor scales;  // gemm_scale_shape(grouping, T, K)
-  Grouping grouping = Grouping::k1x128;
-
-  explicit operator bool() const { return static_cast<bool>(codes); }
-  ConstFp8View view() const { return {codes, scales, grouping}; }
-};
-/// Throws ConfigError when the readers mix 128-blocks and MX.
-QuantizedInput quantize_input(const ConstView& x,
-                              std::initializer_list<const LinearWeight*> readers, Context& ctx);
-
-/// What backward needs. `x` is a view of the caller's x, which must outlive the backward; it has no
-/// data when the layer has no adapter.
 struct LinearSaved {
-  ConstView x;  // [T, K]
+  std::shared_ptr<LinearInput> input;  // in the forms of the plan; null when nothing is kept
   LoraSaved lora;
+  DelayedGradient delayed;
 };
 
-/// y [T, N] = x [T, K] · Wᵀ (+ bias) (+ adapter). x and y share a dtype: f64 (host, plain f64
-/// weights only), f32 or bf16. A plain weight of another float dtype than x is converted into
-/// scratch. x8 must hold x when the weight is FP8 and may be empty otherwise. lora may be null;
-/// saved may be null when no backward follows.
-void linear_forward(const View& y, const ConstView& x, const QuantizedInput& x8,
-                    const LinearWeight& weight, const LoraFactors* lora, const Dropout& dropout,
-                    LinearSaved* saved, Context& ctx);
+/// y [T, N] from x [T, K]; one dtype: f64 (host, plain f64 weights only), f32 or bf16. A plain
+/// weight of another float dtype is converted into scratch.
+void linear_forward(const View& y, const ConstView& x, const Linear& linear, LinearSaved* saved,
+                    Context& ctx);
 
-/// dx [T, K] = dy · W + adapter (or dx += with accumulate_dx), and the adapter's gradients +=
-/// theirs. A dx without data asks for the adapter's gradients only: no dgrad runs, and no
-/// columnwise copy is made. `policy` rules an FP8 weight's columnwise copy; kDirect throws
-/// ConfigError (not in this build yet). kRelease leaves a copy that was there before the call alone
-/// only if the matrix cannot rebuild it.
-void linear_backward(const View& dx, const ConstView& dy, const LinearSaved& saved,
-                     const LinearWeight& weight, const LoraFactors* lora, bool accumulate_dx,
-                     ColumnwisePolicy policy, Context& ctx);
+/// dx [T, K] = dy · W + adapter (or dx += with accumulate_dx); the adapter's gradients, the bias
+/// gradient and, unless it is delayed, the weight's gradient. A dx without data asks for no dgrad,
+/// and no columnwise copy is made. dx may be dy when N = K, the backward is FP8 and nothing is
+/// trained: dy is read once, by its quantiser.
+void linear_backward(const View& dx, const ConstView& dy, LinearSaved& saved, const Linear& linear,
+                     bool accumulate_dx, Context& ctx);
+
+/// The weight gradient that a backward has delayed, and the end of what was saved for it.
+/// LogicError for a frozen weight, or when none is waiting.
+void linear_weight_gradient(LinearSaved& saved, const Linear& linear, Context& ctx);
+
+// -- For the modules that make x themselves, once for several layers.
+
+/// The plan of this call. `forward`: made before fprop, where dgrad is taken for granted.
+LinearPlan plan_of(const Linear& linear, bool backward, bool dgrad, bool input_again, Context& ctx);
+/// How activations are grouped for the FP8 weights among these; nullopt: none is FP8. ConfigError
+/// when 128-blocks and MX would read the same x.
+std::optional<Grouping> activation_grouping(std::initializer_list<const Linear*> readers);
+
+/// What no operand can mend: a policy or a capture that this backward cannot have. Throws before
+/// anything is queued; project_backward calls it too.
+void check_plan(const Linear& linear, const LinearPlan& plan, Context& ctx);
+
+/// As linear_forward and linear_backward, with x in the forms that the plan asks for.
+void project_forward(const View& y, const LinearInput& input, const Linear& linear,
+                     LinearSaved* saved, Context& ctx);
+void project_backward(const View& dx, const ConstView& dy,
+                      const std::shared_ptr<LinearInput>& input, LinearSaved& saved,
+                      const Linear& linear, const LinearPlan& plan, bool accumulate_dx,
+                      Context& ctx);
 
 }  // namespace rowshard

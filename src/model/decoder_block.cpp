@@ -3,23 +3,40 @@
 #include <cmath>
 
 #include "layers/elementwise.h"
-#include "layers/rms_norm.h"
-#include "layers/swiglu.h"
 
 namespace rowshard {
 
 namespace {
 
-// The row statistics of f64 tensors are f64, of all others f32.
-DType statistics(DType dtype) {
-  return dtype == DType::kF64 ? DType::kF64 : DType::kF32;
+Norm rms(const ConstView& weight, const BlockShape& shape) {
+  return {.kind = NormKind::kRms, .weight = weight, .bias = {}, .eps = shape.rms_norm_eps};
 }
 
-Dropout dropout_of(const BlockAdapters& adapters, int index) {
-  Dropout dropout = adapters.dropout;
-  dropout.random.stream += index;
-  return dropout;
-}
+/// The layers of one block in this step.
+struct BlockLayers {
+  std::array<Linear, kLinearCount> linear;
+  LayerNormLinear qkv;
+  LayerNormMlp mlp;
+
+  BlockLayers(const BlockShape& shape, const BlockWeights& weights, const BlockAdapters& adapters,
+              ColumnwisePolicy policy) {
+    for (int i = 0; i < kLinearCount; ++i) {
+      linear[i].weight = &weights.linear[i];
+      linear[i].lora = adapters.linear[i];
+      linear[i].dropout = adapters.dropout;
+      linear[i].dropout.random.stream += i;
+      linear[i].columnwise = policy;
+    }
+    qkv.norm = rms(weights.input_norm, shape);
+    qkv.linears = std::span<const Linear>(linear).subspan(kQ, 3);
+    mlp.norm = rms(weights.post_norm, shape);
+    mlp.activation = Activation::kSwiGlu;
+    mlp.first = {linear[kGate], linear[kUp]};
+    mlp.down = linear[kDown];
+  }
+  BlockLayers(const BlockLayers&) = delete;  // qkv points into linear
+  BlockLayers& operator=(const BlockLayers&) = delete;
+};
 
 struct Scratch {
   Context& ctx;
@@ -30,37 +47,19 @@ struct Scratch {
   }
 };
 
-// Forward of the projections that read one normalised input.
-struct Projection {
-  int index;
-  const View* y;
-};
-
-void project(std::initializer_list<Projection> projections, const ConstView& x,
-             const BlockWeights& weights, const BlockAdapters& adapters, BlockSaved& saved,
-             Context& ctx) {
-  const Projection* first = projections.begin();
-  const auto at = [&](size_t i) { return &weights.linear[(first + i)->index]; };
-  const QuantizedInput x8 = projections.size() == 3 ? quantize_input(x, {at(0), at(1), at(2)}, ctx)
-                            : projections.size() == 2 ? quantize_input(x, {at(0), at(1)}, ctx)
-                                                      : quantize_input(x, {at(0)}, ctx);
-  for (const Projection& projection : projections) {
-    const int i = projection.index;
-    linear_forward(*projection.y, x, x8, weights.linear[i], adapters.linear[i],
-                   dropout_of(adapters, i), &saved.linear[i], ctx);
-    saved.linear[i].x = ConstView();  // x is not kept: backward makes it again
-  }
+// The row statistics of f64 tensors are f64, of all others f32.
+DType statistics(DType dtype) {
+  return dtype == DType::kF64 ? DType::kF64 : DType::kF32;
 }
 
-void head_norm(const View& y, Tensor& raw, Tensor& rstd, const ConstView& weight, int64_t heads,
-               double eps, Context& ctx) {
-  const int64_t tokens = y.dim(0), head_dim = weight.dim(0);
+void head_norm(const View& y, Tensor& raw, Tensor& rstd, const Norm& norm, int64_t heads,
+               Context& ctx) {
+  const Shape rows{y.dim(0) * heads, norm.weight.dim(0)};
   raw = ctx.arena.tensor(Category::kActivations, "block.raw", y.dtype, y.shape);
   copy(raw, y, ctx.stream);
-  rstd = ctx.arena.tensor(Category::kActivations, "block.head_rstd", statistics(y.dtype),
-                          {tokens * heads});
-  rms_norm(y.reshape({tokens * heads, head_dim}), rstd,
-           raw.view().reshape({tokens * heads, head_dim}), weight, eps, ctx.stream);
+  rstd =
+      ctx.arena.tensor(Category::kActivations, "block.head_rstd", statistics(y.dtype), {rows[0]});
+  norm_forward(y.reshape(rows), nullptr, rstd, raw.view().reshape(rows), norm, ctx.stream);
 }
 
 }  // namespace
@@ -71,22 +70,15 @@ void block_forward(const View& y, const BlockShape& s, const BlockWeights& weigh
   const View x = saved.x;
   const int64_t tokens = x.dim(0);
   const Scratch make{ctx, x.dtype};
-  const auto row_statistics = [&](const char* name) {
-    return ctx.arena.tensor(Category::kActivations, name, statistics(x.dtype), {tokens});
-  };
-  {
-    Tensor normed = make("block.normed", tokens, s.hidden);
-    saved.input_rstd = row_statistics("block.input_rstd");
-    rms_norm(normed, saved.input_rstd, x, weights.input_norm, s.rms_norm_eps, ctx.stream);
-    saved.q = make("block.q", tokens, s.heads * s.head_dim);
-    saved.k = make("block.k", tokens, s.kv_heads * s.head_dim);
-    saved.v = make("block.v", tokens, s.kv_heads * s.head_dim);
-    project({{kQ, &saved.q.view()}, {kK, &saved.k.view()}, {kV, &saved.v.view()}}, normed, weights,
-            adapters, saved, ctx);
-  }
+  const BlockLayers layers(s, weights, adapters, ColumnwisePolicy::kRelease);
+  saved.q = make("block.q", tokens, s.heads * s.head_dim);
+  saved.k = make("block.k", tokens, s.kv_heads * s.head_dim);
+  saved.v = make("block.v", tokens, s.kv_heads * s.head_dim);
+  layer_norm_linear_forward(std::array<View, 3>{saved.q, saved.k, saved.v}, x, layers.qkv,
+                            &saved.qkv, ctx);
   if (weights.q_norm.data) {
-    head_norm(saved.q, saved.q_raw, saved.q_rstd, weights.q_norm, s.heads, s.rms_norm_eps, ctx);
-    head_norm(saved.k, saved.k_raw, saved.k_rstd, weights.k_norm, s.kv_heads, s.rms_norm_eps, ctx);
+    head_norm(saved.q, saved.q_raw, saved.q_rstd, rms(weights.q_norm, s), s.heads, ctx);
+    head_norm(saved.k, saved.k_raw, saved.k_rstd, rms(weights.k_norm, s), s.kv_heads, ctx);
   }
   const View q = saved.q.view().reshape({tokens, s.heads, s.head_dim});
   const View k = saved.k.view().reshape({tokens, s.kv_heads, s.head_dim});
@@ -101,21 +93,9 @@ void block_forward(const View& y, const BlockShape& s, const BlockWeights& weigh
             1.0 / std::sqrt(static_cast<double>(s.head_dim)), ctx);
 
   saved.mid = make("block.mid", tokens, s.hidden);
-  project({{kO, &saved.mid.view()}}, saved.o, weights, adapters, saved, ctx);
+  linear_forward(saved.mid, saved.o, layers.linear[kO], &saved.out, ctx);
   add(saved.mid, saved.mid, x, ctx.stream);
-
-  saved.gate = make("block.gate", tokens, s.ffn);
-  saved.up = make("block.up", tokens, s.ffn);
-  {
-    Tensor normed = make("block.normed", tokens, s.hidden);
-    saved.post_rstd = row_statistics("block.post_rstd");
-    rms_norm(normed, saved.post_rstd, saved.mid, weights.post_norm, s.rms_norm_eps, ctx.stream);
-    project({{kGate, &saved.gate.view()}, {kUp, &saved.up.view()}}, normed, weights, adapters,
-            saved, ctx);
-  }
-  Tensor product = make("block.swiglu", tokens, s.ffn);
-  swiglu(product, saved.gate, saved.up, ctx.stream);
-  project({{kDown, &y}}, product, weights, adapters, saved, ctx);
+  layer_norm_mlp_forward(y, saved.mid, layers.mlp, &saved.mlp, ctx);
   add(y, y, saved.mid, ctx.stream);
 }
 
@@ -125,47 +105,13 @@ void block_backward(const View& dx, const BlockShape& s, const BlockWeights& wei
   const int64_t tokens = dx.dim(0);
   const Scratch make{ctx, dx.dtype};
   const View none;
-  const auto backward = [&](int index, const View& d_input, const ConstView& dy,
-                            const ConstView& input, bool accumulate) {
-    if (adapters.linear[index])
-      saved.linear[index].x = input;
-    linear_backward(d_input, dy, saved.linear[index], weights.linear[index], adapters.linear[index],
-                    accumulate, policy, ctx);
-  };
+  const BlockLayers layers(s, weights, adapters, policy);
   // Below this half only the attention's own adapters, or blocks further down, want a gradient.
   const bool need_mid = need_dx || adapters.any_attention();
-  const bool need_ffn = need_mid || adapters.linear[kGate] || adapters.linear[kUp];
-
-  {  // y = mid + swiglu(gate, up)·W_downᵀ
-    Tensor product = make("block.swiglu", tokens, s.ffn);
-    if (adapters.linear[kDown])
-      swiglu(product, saved.gate, saved.up, ctx.stream);
-    Tensor d_product = make("block.d_swiglu", need_ffn ? tokens : 0, s.ffn);
-    backward(kDown, need_ffn ? d_product.view() : none, dx, product, false);
-    if (!need_ffn)
-      return;
-    product.reset();
-    Tensor d_gate = make("block.d_gate", tokens, s.ffn);
-    const View d_up = d_product;  // read before it is written, element by element
-    swiglu_backward(d_gate, d_up, d_product, saved.gate, saved.up, ctx.stream);
-    saved.gate.reset();
-    saved.up.reset();
-
-    Tensor normed = make("block.normed", tokens, s.hidden);
-    if (adapters.linear[kGate] || adapters.linear[kUp]) {
-      Tensor rstd = ctx.arena.tensor(Category::kActivations, "block.rstd_again",
-                                     statistics(dx.dtype), {tokens});
-      rms_norm(normed, rstd, saved.mid, weights.post_norm, s.rms_norm_eps, ctx.stream);
-    }
-    Tensor d_normed = make("block.d_normed", need_mid ? tokens : 0, s.hidden);
-    const View d_target = need_mid ? d_normed.view() : none;
-    backward(kGate, d_target, d_gate, normed, false);
-    backward(kUp, d_target, d_up, normed, true);
-    if (!need_mid)
-      return;
-    rms_norm_backward(dx, d_normed, saved.mid, weights.post_norm, saved.post_rstd, true, none, ctx);
-    saved.mid.reset();
-  }
+  layer_norm_mlp_backward(need_mid ? dx : none, dx, saved.mlp, layers.mlp, true, ctx);
+  if (!need_mid)
+    return;
+  saved.mid.reset();
 
   // mid = x + attention(...)·W_oᵀ
   const Shape q_shape{tokens, s.heads, s.head_dim};
@@ -173,7 +119,7 @@ void block_backward(const View& dx, const BlockShape& s, const BlockWeights& wei
   const bool need_qkv =
       need_dx || adapters.linear[kQ] || adapters.linear[kK] || adapters.linear[kV];
   Tensor d_o = make("block.d_o", need_qkv ? tokens : 0, s.heads * s.head_dim);
-  backward(kO, need_qkv ? d_o.view() : none, dx, saved.o, false);
+  linear_backward(need_qkv ? d_o.view() : none, dx, saved.out, layers.linear[kO], false, ctx);
   if (!need_qkv)
     return;
 
@@ -188,30 +134,17 @@ void block_backward(const View& dx, const BlockShape& s, const BlockWeights& wei
   rope(dq, segments.positions(), table, RopeDirection::kBackward, ctx.stream);
   rope(dk, segments.positions(), table, RopeDirection::kBackward, ctx.stream);
   if (weights.q_norm.data) {
-    const auto norm_backward = [&](const View& d, const Tensor& raw, const Tensor& rstd,
+    const auto norm_of_heads = [&](const View& d, const Tensor& raw, const Tensor& rstd,
                                    const ConstView& weight) {
       const Shape rows{d.elements() / s.head_dim, s.head_dim};
-      rms_norm_backward(d.reshape(rows), d.reshape(rows), raw.view().reshape(rows), weight, rstd,
-                        false, none, ctx);
+      norm_backward(d.reshape(rows), d.reshape(rows), raw.view().reshape(rows), rms(weight, s),
+                    rstd, false, {}, ctx);
     };
-    norm_backward(d_q, saved.q_raw, saved.q_rstd, weights.q_norm);
-    norm_backward(d_k, saved.k_raw, saved.k_rstd, weights.k_norm);
+    norm_of_heads(d_q, saved.q_raw, saved.q_rstd, weights.q_norm);
+    norm_of_heads(d_k, saved.k_raw, saved.k_rstd, weights.k_norm);
   }
-
-  Tensor normed = make("block.normed", tokens, s.hidden);
-  if (adapters.linear[kQ] || adapters.linear[kK] || adapters.linear[kV]) {
-    Tensor rstd = ctx.arena.tensor(Category::kActivations, "block.rstd_again", statistics(dx.dtype),
-                                   {tokens});
-    rms_norm(normed, rstd, saved.x, weights.input_norm, s.rms_norm_eps, ctx.stream);
-  }
-  Tensor d_normed = make("block.d_normed", need_dx ? tokens : 0, s.hidden);
-  const View d_target = need_dx ? d_normed.view() : none;
-  backward(kQ, d_target, d_q, normed, false);
-  backward(kK, d_target, d_k, normed, true);
-  backward(kV, d_target, d_v, normed, true);
-  if (!need_dx)
-    return;
-  rms_norm_backward(dx, d_normed, saved.x, weights.input_norm, saved.input_rstd, true, none, ctx);
+  layer_norm_linear_backward(need_dx ? dx : none, std::array<ConstView, 3>{d_q, d_k, d_v},
+                             saved.qkv, layers.qkv, true, ctx);
 }
 
 }  // namespace rowshard

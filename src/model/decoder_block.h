@@ -3,15 +3,15 @@
 //   h = norm(x);  q, k, v = h·Wᵀ;  rope(q), rope(k);  o = attention(q, k, v);  m = x + o·W_oᵀ
 //   h' = norm(m); gate, up = h'·Wᵀ;  y = m + swiglu(gate, up)·W_downᵀ
 //
-// Every projection may carry an adapter. All weights are frozen, so backward produces dx and the
-// adapters' gradients. The normalised inputs and the SwiGLU product are not saved: they are two
-// cheap passes over what is, and only the adapters need them again.
+// The two halves are layers/layer_norm_linear.h with attention behind it, and
+// layers/layer_norm_mlp.h. Every projection may carry an adapter. All weights are frozen, so
+// backward produces dx and the adapters' gradients.
 #pragma once
 
 #include <array>
 
 #include "layers/attention.h"
-#include "layers/linear.h"
+#include "layers/layer_norm_mlp.h"
 #include "layers/rope.h"
 
 namespace rowshard {
@@ -40,14 +40,14 @@ struct BlockAdapters {
 
 /// What forward leaves for backward. T tokens, activations in the compute dtype.
 struct BlockSaved {
-  Tensor x, mid;                 // [T, H] block input; residual stream between the two halves
-  Tensor input_rstd, post_rstd;  // [T]
-  Tensor q_raw, k_raw;           // [T, heads·D] before q/k norm, only with q_norm
-  Tensor q_rstd, k_rstd;         // [T·heads], only with q_norm
-  Tensor q, k, v, o;             // [T, heads·D], after RoPE
-  Tensor lse;                    // [heads, T]
-  Tensor gate, up;               // [T, F]
-  std::array<LinearSaved, kLinearCount> linear;
+  Tensor x, mid;  // [T, H] block input; residual stream between the two halves
+  LayerNormLinearSaved qkv;
+  Tensor q_raw, k_raw;    // [T, heads·D] before q/k norm, only with q_norm
+  Tensor q_rstd, k_rstd;  // [T·heads], only with q_norm
+  Tensor q, k, v, o;      // [T, heads·D], after RoPE
+  Tensor lse;             // [heads, T]
+  LinearSaved out;
+  LayerNormMlpSaved mlp;
 };
 
 /// y [T, H] from saved.x, which the caller has filled. Everything else of `saved` is made here.

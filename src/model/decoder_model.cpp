@@ -5,7 +5,7 @@
 #include "layers/cross_entropy.h"
 #include "layers/elementwise.h"
 #include "layers/embedding.h"
-#include "layers/rms_norm.h"
+#include "layers/norm.h"
 
 namespace rowshard {
 
@@ -174,7 +174,7 @@ Tensor DecoderModel::embed(const DeviceBatch& batch) {
 void DecoderModel::head_loss(ShardedUnit& unit, const DeviceBatch& batch, const ConstView& x,
                              double scale, const View& loss_sum, const View* dx) {
   const int64_t hidden = config_.hidden_size;
-  const ConstView norm = unit.plain(units_.final_norm());
+  const Norm norm{.weight = unit.plain(units_.final_norm()), .eps = config_.rms_norm_eps};
   LinearWeight head;
   head.name = "lm_head";
   head.n = config_.vocab_size;
@@ -193,10 +193,10 @@ void DecoderModel::head_loss(ShardedUnit& unit, const DeviceBatch& batch, const 
     gather_rows(gathered, x, rows, ctx_.stream);
     Tensor normed = scratch("head.normed", hidden);
     Tensor rstd = ctx_.arena.tensor(Category::kActivations, "head.rstd", DType::kF32, {count});
-    rms_norm(normed, rstd, gathered, norm, config_.rms_norm_eps, ctx_.stream);
+    norm_forward(normed, nullptr, rstd, gathered, norm, ctx_.stream);
     Tensor logits = scratch("head.logits", config_.vocab_size);
-    const QuantizedInput none;
-    linear_forward(logits, normed, none, head, nullptr, Dropout{}, nullptr, ctx_);
+    const Linear linear{.weight = &head};
+    linear_forward(logits, normed, linear, nullptr, ctx_);
     const ConstView labels = batch.labels().slice_rows(first, count);
     if (!dx) {
       Tensor losses =
@@ -207,11 +207,11 @@ void DecoderModel::head_loss(ShardedUnit& unit, const DeviceBatch& batch, const 
     }
     cross_entropy(loss_sum, logits, labels, scale, ctx_);
     Tensor d_normed = scratch("head.d_normed", hidden);
-    linear_backward(d_normed, logits, LinearSaved{}, head, nullptr, false, options_.columnwise,
-                    ctx_);
+    LinearSaved nothing;
+    linear_backward(d_normed, logits, nothing, linear, false, ctx_);
     logits.reset();
     Tensor d_rows = scratch("head.d_rows", hidden);
-    rms_norm_backward(d_rows, d_normed, gathered, norm, rstd, false, View(), ctx_);
+    norm_backward(d_rows, d_normed, gathered, norm, rstd, false, {}, ctx_);
     scatter_add_rows(*dx, d_rows, rows, ctx_.stream);
   }
 }
@@ -321,16 +321,15 @@ void DecoderModel::logits(const DeviceBatch& batch, const AdapterSet* adapters,
   gather_rows(gathered, x, rows, ctx_.stream);
   Tensor normed = scratch("head.normed", config_.hidden_size);
   Tensor rstd = ctx_.arena.tensor(Category::kActivations, "head.rstd", DType::kF32, {count});
-  rms_norm(normed, rstd, gathered, unit.plain(units_.final_norm()), config_.rms_norm_eps,
-           ctx_.stream);
+  const Norm norm{.weight = unit.plain(units_.final_norm()), .eps = config_.rms_norm_eps};
+  norm_forward(normed, nullptr, rstd, gathered, norm, ctx_.stream);
   LinearWeight head;
   head.name = "lm_head";
   head.n = config_.vocab_size;
   head.k = config_.hidden_size;
   head.plain = unit.plain(units_.head_matrix());
   Tensor result = scratch("head.logits", config_.vocab_size);
-  const QuantizedInput none;
-  linear_forward(result, normed, none, head, nullptr, Dropout{}, nullptr, ctx_);
+  linear_forward(result, normed, Linear{.weight = &head}, nullptr, ctx_);
   convert(logits, result, ctx_.stream);
   scheduler_->release(units_.head(), Pass::kForward);
   guard.finish();

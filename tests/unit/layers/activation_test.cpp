@@ -1,11 +1,12 @@
-// SwiGLU, embedding, cross entropy, and the exp they stand on.
+// SwiGLU, GeGLU, GELU, embedding, cross entropy, and the exp they stand on.
 #include <limits>
 
+#include "fp8/quantize.h"
 #include "layer_test.h"
+#include "layers/activation.h"
 #include "layers/cross_entropy.h"
 #include "layers/embedding.h"
 #include "layers/host_math.h"
-#include "layers/swiglu.h"
 #include "test_device.h"
 
 namespace rowshard {
@@ -39,20 +40,55 @@ TEST(FastExp, IsWithinTwoUnitsOfTheLastPlace) {
   EXPECT_TRUE(std::isnan(host::fast_exp(-NAN)));
 }
 
-TEST(SwiGlu, BackwardAgreesWithFiniteDifferences) {
+constexpr Activation kActivations[] = {Activation::kSwiGlu, Activation::kGeGlu, Activation::kGelu};
+
+/// `view` where the activation is gated, nothing where it is not.
+View if_gated(Activation activation, const View& view) {
+  return is_gated(activation) ? view : View();
+}
+
+TEST(Activations, BackwardAgreesWithFiniteDifferences) {
   const Shape shape{5, 7};
-  Doubles gate = testing::random_values(35, 1, 2), up = testing::random_values(35, 2);
-  const Doubles dy = testing::random_values(35, 3);
-  Doubles y(35), dgate(35), dup(35);
+  for (const Activation activation : kActivations) {
+    SCOPED_TRACE(to_string(activation));
+    Doubles gate = testing::random_values(35, 1, 2), up = testing::random_values(35, 2);
+    const Doubles dy = testing::random_values(35, 3);
+    Doubles y(35), dgate(35), dup(35);
+    Stream stream(kHost);
+    const auto loss = [&] {
+      activation_forward(view_of(y, shape), nullptr, view_of(gate, shape),
+                         if_gated(activation, view_of(up, shape)), activation, stream);
+      return testing::dot(y, dy);
+    };
+    activation_backward(view_of(dgate, shape), if_gated(activation, view_of(dup, shape)),
+                        view_of(dy, shape), view_of(gate, shape),
+                        if_gated(activation, view_of(up, shape)), activation, stream);
+    testing::expect_gradient(gate, dgate, loss);
+    if (is_gated(activation))
+      testing::expect_gradient(up, dup, loss);
+  }
+}
+
+// The tanh form, by its definition.
+TEST(Activations, GeluIsTheTanhForm) {
+  Doubles x = testing::random_values(101, 1, 3), y(101);
   Stream stream(kHost);
-  const auto loss = [&] {
-    swiglu(view_of(y, shape), view_of(gate, shape), view_of(up, shape), stream);
-    return testing::dot(y, dy);
-  };
-  swiglu_backward(view_of(dgate, shape), view_of(dup, shape), view_of(dy, shape),
-                  view_of(gate, shape), view_of(up, shape), stream);
-  testing::expect_gradient(gate, dgate, loss);
-  testing::expect_gradient(up, dup, loss);
+  activation_forward(view_of(y, {1, 101}), nullptr, view_of(x, {1, 101}), {}, Activation::kGelu,
+                     stream);
+  for (size_t i = 0; i < x.size(); ++i) {
+    const double inner = std::sqrt(2 / M_PI) * (x[i] + 0.044715 * std::pow(x[i], 3));
+    EXPECT_NEAR(y[i], 0.5 * x[i] * (1 + std::tanh(inner)), 1e-12) << x[i];
+  }
+}
+
+TEST(Activations, RefuseOperandsThatDoNotFit) {
+  Doubles x(6), y(6);
+  Stream stream(kHost);
+  const View gate = view_of(x, {2, 3}), to = view_of(y, {2, 3});
+  EXPECT_THROW(activation_forward(to, nullptr, gate, gate, Activation::kGelu, stream), ShapeError);
+  EXPECT_THROW(activation_forward(to, nullptr, gate, {}, Activation::kSwiGlu, stream), ShapeError);
+  EXPECT_THROW(activation_forward(View(), nullptr, gate, gate, Activation::kSwiGlu, stream),
+               LogicError);
 }
 
 template <typename T>
@@ -60,33 +96,82 @@ class ActivationOnDevice : public ::testing::Test {};
 using Types = ::testing::Types<float, bf16>;
 TYPED_TEST_SUITE(ActivationOnDevice, Types);
 
-TYPED_TEST(ActivationOnDevice, SwiGluStaysWithinRoundingOfF64) {
+TYPED_TEST(ActivationOnDevice, StayWithinRoundingOfF64) {
+  using T = TypeParam;
+  for (const Activation activation : kActivations) {
+    SCOPED_TRACE(to_string(activation));
+    Bench bench;
+    const Shape shape{13, 331};
+    const int64_t count = 13 * 331;
+    Doubles gate = testing::random_values(count, 1, activation == Activation::kSwiGlu ? 8 : 3);
+    gate[0] = 100;  // the identity, then 0: exp overflows or underflows on the way
+    gate[1] = -100;
+    gate = testing::representable<T>(gate);
+    Doubles up = testing::representable<T>(testing::random_values(count, 2));
+    const Doubles dy = testing::representable<T>(testing::random_values(count, 3));
+    Doubles y(count), dgate(count), dup(count);
+    Stream host_stream(kHost);
+    const View up_view = if_gated(activation, view_of(up, shape));
+    activation_forward(view_of(y, shape), nullptr, view_of(gate, shape), up_view, activation,
+                       host_stream);
+    activation_backward(view_of(dgate, shape), if_gated(activation, view_of(dup, shape)),
+                        view_of(dy, shape), view_of(gate, shape), up_view, activation, host_stream);
+    const Tensor g = bench.upload(testing::narrowed<T>(gate), shape);
+    const Tensor u = bench.upload(testing::narrowed<T>(up), shape);
+    const Tensor d = bench.upload(testing::narrowed<T>(dy), shape);
+    const Tensor result = bench.upload(std::vector<T>(count, T(7.f)), shape);
+    const View second = if_gated(activation, u);
+    activation_forward(result, nullptr, g, second, activation, bench.stream);
+    // exp of an argument of a few tens carries its relative error into the tails of gelu.
+    const double rounding = testing::kRounding<T> + 2e-6;
+    testing::expect_close(testing::widened(bench.download<T>(result)), y, 1e-6, rounding);
+    // In place: dgate over gate, dup over up.
+    activation_backward(g, second, d, g, second, activation, bench.stream);
+    testing::expect_close(testing::widened(bench.download<T>(g)), dgate, 1e-5, rounding);
+    if (is_gated(activation))
+      testing::expect_close(testing::widened(bench.download<T>(u)), dup, 1e-6, rounding);
+  }
+}
+
+// Codes from the activation's kernel are the bytes that the quantiser makes of its result.
+TYPED_TEST(ActivationOnDevice, FusedCodesAreTheQuantisersBytes) {
   using T = TypeParam;
   Bench bench;
-  const Shape shape{13, 331};
-  const int64_t count = 13 * 331;
-  Doubles gate = testing::random_values(count, 1, 8);
-  gate[0] = 100;  // silu is the identity, then 0: exp overflows or underflows on the way
-  gate[1] = -100;
-  gate = testing::representable<T>(gate);
-  const Doubles up = testing::representable<T>(testing::random_values(count, 2));
-  const Doubles dy = testing::representable<T>(testing::random_values(count, 3));
-  Doubles y(count), dgate(count), dup(count);
-  Stream host_stream(kHost);
-  swiglu(view_of(y, shape), view_of(gate, shape), view_of(up, shape), host_stream);
-  swiglu_backward(view_of(dgate, shape), view_of(dup, shape), view_of(dy, shape),
-                  view_of(gate, shape), view_of(up, shape), host_stream);
-  const Tensor g = bench.upload(testing::narrowed<T>(gate), shape);
-  const Tensor u = bench.upload(testing::narrowed<T>(up), shape);
-  const Tensor d = bench.upload(testing::narrowed<T>(dy), shape);
-  const Tensor result = bench.upload(std::vector<T>(count, T(7.f)), shape);
-  swiglu(result, g, u, bench.stream);
-  const double rounding = testing::kRounding<T> + 2e-6;
-  testing::expect_close(testing::widened(bench.download<T>(result)), y, 1e-9, rounding);
-  // In place: dgate over gate, dup over up.
-  swiglu_backward(g, u, d, g, u, bench.stream);
-  testing::expect_close(testing::widened(bench.download<T>(g)), dgate, 1e-6, rounding);
-  testing::expect_close(testing::widened(bench.download<T>(u)), dup, 1e-9, rounding);
+  for (const Activation activation : kActivations) {
+    for (const auto& [rows, width] :
+         {std::pair<int64_t, int64_t>{5, 64}, {37, 576}, {3, 1001}, {9, 2048}}) {
+      SCOPED_TRACE(message(to_string(activation), " ", rows, " ", width));
+      Doubles values = testing::random_values(rows * width, 1);
+      for (int64_t i = 0; i < rows * width; ++i)
+        values[i] *= std::exp2((i / 128) % 7 * 3 - 9);  // every group its own magnitude
+      values[0] = NAN;
+      const Tensor gate = bench.upload(testing::narrowed<T>(values), {rows, width});
+      const Tensor up = bench.upload(testing::narrowed<T>(testing::random_values(rows * width, 2)),
+                                     {rows, width});
+      const View second = if_gated(activation, up);
+      const auto make = [&](DType dtype, Shape shape) {
+        return bench.arena.tensor(Category::kActivations, "test", dtype, shape);
+      };
+      const Shape scales = gemm_scale_shape(Grouping::k1x128, rows, width);
+      const Tensor y = make(DTypeOf<T>::value, gate.shape()), y2 = make(y.dtype(), y.shape());
+      const Tensor codes[3] = {make(DType::kE4M3, y.shape()), make(DType::kE4M3, y.shape()),
+                               make(DType::kE4M3, y.shape())};
+      const Tensor scale[3] = {make(DType::kF32, scales), make(DType::kF32, scales),
+                               make(DType::kF32, scales)};
+      Fp8View views[3];
+      for (int i = 0; i < 3; ++i)
+        views[i] = {codes[i], scale[i], Grouping::k1x128};
+      activation_forward(y, nullptr, gate, second, activation, bench.stream);
+      quantize(&views[0], nullptr, y, {}, bench.stream);
+      activation_forward(y2, &views[1], gate, second, activation, bench.stream);
+      activation_forward(View(), &views[2], gate, second, activation, bench.stream);
+      EXPECT_EQ(bench.download<uint8_t>(y2), bench.download<uint8_t>(y));
+      for (int i = 1; i < 3; ++i) {
+        EXPECT_EQ(bench.download<uint8_t>(codes[i]), bench.download<uint8_t>(codes[0]));
+        EXPECT_EQ(bench.download<float>(scale[i]), bench.download<float>(scale[0]));
+      }
+    }
+  }
 }
 
 TYPED_TEST(ActivationOnDevice, EmbeddingCopiesRowsExactly) {

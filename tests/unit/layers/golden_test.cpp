@@ -7,12 +7,12 @@
 #include <nlohmann/json.hpp>
 
 #include "layer_test.h"
+#include "layers/activation.h"
 #include "layers/attention.h"
 #include "layers/cross_entropy.h"
 #include "layers/linear.h"
-#include "layers/rms_norm.h"
+#include "layers/norm.h"
 #include "layers/rope.h"
-#include "layers/swiglu.h"
 #include "test_device.h"
 
 namespace rowshard {
@@ -160,10 +160,11 @@ TYPED_TEST(GoldenLayers, RmsNorm) {
   const double eps = golden_scalar("rms_norm.eps");
   const Tensor y = this->output("rms_norm.y"), dx = this->output("rms_norm.dx");
   const Tensor rstd = this->template make<S>({x.shape()[0]});
-  rms_norm(y, rstd, x, weight, eps, bench.stream);
+  const Norm norm{.weight = weight, .eps = eps};
+  norm_forward(y, nullptr, rstd, x, norm, bench.stream);
   this->template expect<T>("rms_norm.y", y, Against::kRow);
   const Tensor dweight = this->accumulator("rms_norm.dweight");
-  rms_norm_backward(dx, dy, x, weight, rstd, false, dweight, bench.ctx);
+  norm_backward(dx, dy, x, norm, rstd, false, {.weight = dweight}, bench.ctx);
   this->template expect<T>("rms_norm.dx", dx, Against::kRow);
   this->template expect<S>("rms_norm.dweight", dweight, Against::kTensor, this->kBefore);
 }
@@ -218,9 +219,9 @@ TYPED_TEST(GoldenLayers, SwiGlu) {
                dy = this->input("swiglu.dy");
   const Tensor y = this->output("swiglu.y"), dgate = this->output("swiglu.dgate"),
                dup = this->output("swiglu.dup");
-  swiglu(y, gate, up, bench.stream);
+  activation_forward(y, nullptr, gate, up, Activation::kSwiGlu, bench.stream);
   this->template expect<T>("swiglu.y", y);
-  swiglu_backward(dgate, dup, dy, gate, up, bench.stream);
+  activation_backward(dgate, dup, dy, gate, up, Activation::kSwiGlu, bench.stream);
   this->template expect<T>("swiglu.dgate", dgate);
   this->template expect<T>("swiglu.dup", dup);
 }
@@ -266,9 +267,10 @@ TYPED_TEST(GoldenLayers, LoraLinear) {
   factors.scale = static_cast<float>(golden_scalar("lora.scale"));
   const Tensor y = this->output("lora.y"), dx = this->output("lora.dx");
   LinearSaved saved;
-  linear_forward(y, x, QuantizedInput{}, weight, &factors, Dropout{}, &saved, bench.ctx);
+  const Linear linear{.weight = &weight, .lora = &factors};
+  linear_forward(y, x, linear, &saved, bench.ctx);
   this->template expect<T>("lora.y", y);
-  linear_backward(dx, dy, saved, weight, &factors, false, ColumnwisePolicy::kRelease, bench.ctx);
+  linear_backward(dx, dy, saved, linear, false, bench.ctx);
   this->template expect<T>("lora.dx", dx);
   this->template expect<S>("lora.da", da, Against::kTensor, this->kBefore);
   this->template expect<S>("lora.db", db, Against::kTensor, this->kBefore);

@@ -50,28 +50,32 @@ TEST(Linear, PlainBackwardAgreesWithFiniteDifferences) {
   const LoraFactors lora{view_of(a, {rank, k}), view_of(b, {n, rank}), view_of(grad_a, {rank, k}),
                          view_of(grad_b, {n, rank}), 0.25f};
   LinearSaved saved;
+  Doubles grad_w(n * k, 0), grad_bias(n, 0);
+  LinearWeight trained = weight;
+  trained.gradient = view_of(grad_w, {n, k});
+  trained.bias_gradient = view_of(grad_bias, {n});
+  const Linear linear{.weight = &trained, .lora = &lora};
   const auto loss = [&] {
-    linear_forward(view_of(y, {tokens, n}), view_of(x, {tokens, k}), {}, weight, &lora, {}, &saved,
-                   ctx);
+    linear_forward(view_of(y, {tokens, n}), view_of(x, {tokens, k}), linear, &saved, ctx);
     return testing::dot(y, dy);
   };
   loss();
-  linear_backward(view_of(dx, {tokens, k}), view_of(dy, {tokens, n}), saved, weight, &lora, false,
-                  ColumnwisePolicy::kRelease, ctx);
+  linear_backward(view_of(dx, {tokens, k}), view_of(dy, {tokens, n}), saved, linear, false, ctx);
+  testing::expect_gradient(w, grad_w, loss);
+  testing::expect_gradient(bias, grad_bias, loss);
   testing::expect_gradient(x, dx, loss);
   testing::expect_gradient(a, grad_a, loss);
   testing::expect_gradient(b, grad_b, loss);
   Doubles expected = product(x, w, tokens, n, k);
   for (int64_t i = 0; i < tokens * n; ++i)
     expected[i] += bias[i % n];
-  linear_forward(view_of(y, {tokens, n}), view_of(x, {tokens, k}), {}, weight, nullptr, {}, &saved,
-                 ctx);
+  const Linear frozen{.weight = &weight};
+  linear_forward(view_of(y, {tokens, n}), view_of(x, {tokens, k}), frozen, &saved, ctx);
   testing::expect_close(y, expected, 1e-12, 1e-12);
-  EXPECT_EQ(saved.x.data, nullptr) << "a frozen layer without an adapter needs no x";
+  EXPECT_EQ(saved.input, nullptr) << "a frozen layer without an adapter needs no x";
 
   const Doubles before = dx;
-  linear_backward(view_of(dx, {tokens, k}), view_of(dy, {tokens, n}), saved, weight, nullptr, true,
-                  ColumnwisePolicy::kRelease, ctx);
+  linear_backward(view_of(dx, {tokens, k}), view_of(dy, {tokens, n}), saved, frozen, true, ctx);
   const Doubles base = product(dy, transposed(w, n, k), tokens, k, n);
   for (size_t i = 0; i < dx.size(); ++i)
     EXPECT_NEAR(dx[i], before[i] + base[i], 1e-12);
@@ -86,7 +90,7 @@ TEST(Linear, ABf16WeightServesF32Activations) {
   const Tensor xt = bench.upload(testing::narrowed<float>(x), {tokens, k});
   const Tensor y = bench.arena.tensor(Category::kActivations, "y", DType::kF32, {tokens, n});
   const LinearWeight weight{.name = "w", .n = n, .k = k, .plain = wt, .bias = {}};
-  linear_forward(y, xt, {}, weight, nullptr, {}, nullptr, bench.ctx);
+  linear_forward(y, xt, Linear{.weight = &weight}, nullptr, bench.ctx);
   testing::expect_close(testing::widened(bench.download<float>(y)), product(x, w, tokens, n, k),
                         1e-5, 1e-5);
 }
@@ -156,6 +160,10 @@ struct Fp8Layer {
     return testing::widened(bench.download<float>(wide));
   }
   LoraFactors lora() const { return {a, b, grad_a, grad_b, 2.0f}; }
+  Linear linear(const LoraFactors* factors = nullptr,
+                ColumnwisePolicy policy = ColumnwisePolicy::kRelease) const {
+    return {.weight = &weight, .lora = factors, .columnwise = policy};
+  }
   Tensor result(Shape shape) {
     return bench.arena.tensor(Category::kActivations, "result", DTypeOf<T>::value, shape);
   }
@@ -189,32 +197,26 @@ TYPED_TEST(LinearOnDevice, Fp8ForwardAndDgradFollowTheDequantisedReference) {
     SCOPED_TRACE(message(tokens, " ", n, " ", k));
     Fp8Layer<T> layer(tokens, n, k);
     Context& ctx = layer.bench.ctx;
-    // The FP8 product on cuda takes a bf16 bias only.
-    const bool biased = std::is_same_v<T, bf16> || testing::test_device.is_host();
-    if (biased)
-      layer.weight.bias = layer.bias;
-    const QuantizedInput x8 = quantize_input(layer.x, {&layer.weight}, ctx);
+    layer.weight.bias = layer.bias;
     const Tensor y = layer.result({tokens, n}), dx = layer.result({tokens, k});
     LinearSaved saved;
-    linear_forward(y, layer.x, x8, layer.weight, nullptr, {}, &saved, ctx);
+    linear_forward(y, layer.x, layer.linear(), &saved, ctx);
     Doubles expected = product(layer.x8_values, layer.w_values, tokens, n, k);
-    for (int64_t i = 0; biased && i < tokens * n; ++i)
+    for (int64_t i = 0; i < tokens * n; ++i)
       expected[i] += layer.bias_values[i % n];
     layer.expect_sum(layer.values(y), expected,
                      product(layer.x8_values, layer.w_values, tokens, n, k, true));
-    EXPECT_EQ(saved.x.data, nullptr);
+    EXPECT_EQ(saved.input, nullptr);
     EXPECT_EQ(layer.matrix.usage(), (Usage{.rowwise = true, .columnwise = false}));
 
-    linear_backward(dx, layer.dy, saved, layer.weight, nullptr, false, ColumnwisePolicy::kRelease,
-                    ctx);
+    linear_backward(dx, layer.dy, saved, layer.linear(), false, ctx);
     const Doubles wt = transposed(layer.w_values, n, k);
     const Doubles base = product(layer.dy8_values, wt, tokens, k, n);
     const Doubles terms = product(layer.dy8_values, wt, tokens, k, n, true);
     layer.expect_sum(layer.values(dx), base, terms);
 
     // Once more onto what is there.
-    linear_backward(dx, layer.dy, saved, layer.weight, nullptr, true, ColumnwisePolicy::kRelease,
-                    ctx);
+    linear_backward(dx, layer.dy, saved, layer.linear(), true, ctx);
     Doubles twice = base, double_terms = terms;
     for (double& value : twice)
       value *= 2;
@@ -231,12 +233,11 @@ TYPED_TEST(LinearOnDevice, AdapterGradientsUseTheUnquantisedInput) {
   Context& ctx = layer.bench.ctx;
   const int64_t rank = layer.rank;
   const LoraFactors lora = layer.lora();
-  const QuantizedInput x8 = quantize_input(layer.x, {&layer.weight}, ctx);
   const Tensor y = layer.result({tokens, n}), dx = layer.result({tokens, k});
   LinearSaved saved;
-  linear_forward(y, layer.x, x8, layer.weight, &lora, {}, &saved, ctx);
-  EXPECT_EQ(saved.x.data, layer.x.view().data);
-  linear_backward(dx, layer.dy, saved, layer.weight, &lora, false, ColumnwisePolicy::kRelease, ctx);
+  linear_forward(y, layer.x, layer.linear(&lora), &saved, ctx);
+  EXPECT_EQ(saved.input->x.data, layer.x.view().data);
+  linear_backward(dx, layer.dy, saved, layer.linear(&lora), false, ctx);
 
   const Doubles xa = product(layer.x_values, layer.a_values, tokens, rank, k);
   const Doubles dxa =
@@ -274,13 +275,13 @@ TEST(LinearPolicy, ReleaseLeavesNoColumnwiseCopyAndChangesNoBit) {
   Context& ctx = layer.bench.ctx;
   Arena& arena = layer.bench.arena;
   const Tensor released = layer.result({32, 384}), kept = layer.result({32, 384});
+  LinearSaved saved;
   arena.reset_peak();
-  linear_backward(released, layer.dy, {}, layer.weight, nullptr, false, ColumnwisePolicy::kRelease,
-                  ctx);
+  linear_backward(released, layer.dy, saved, layer.linear(), false, ctx);
   EXPECT_EQ(layer.matrix.usage(), (Usage{.rowwise = true, .columnwise = false}));
   EXPECT_EQ(arena.bytes(Category::kColumnwise).now, 0);
   EXPECT_EQ(arena.bytes(Category::kColumnwise).peak, 256 * 384);
-  linear_backward(kept, layer.dy, {}, layer.weight, nullptr, false, ColumnwisePolicy::kResident,
+  linear_backward(kept, layer.dy, saved, layer.linear(nullptr, ColumnwisePolicy::kResident), false,
                   ctx);
   EXPECT_EQ(layer.matrix.usage(), (Usage{.rowwise = true, .columnwise = true}));
   EXPECT_EQ(arena.bytes(Category::kColumnwise).now, 256 * 384);
@@ -291,61 +292,121 @@ TEST(LinearPolicy, WithoutDxNoColumnwiseCopyIsMade) {
   Fp8Layer<bf16> layer(32, 128, 256);
   Context& ctx = layer.bench.ctx;
   const LoraFactors lora = layer.lora();
-  const QuantizedInput x8 = quantize_input(layer.x, {&layer.weight}, ctx);
   const Tensor y = layer.result({32, 128});
   LinearSaved saved;
-  linear_forward(y, layer.x, x8, layer.weight, &lora, {}, &saved, ctx);
+  linear_forward(y, layer.x, layer.linear(&lora), &saved, ctx);
   layer.bench.arena.reset_peak();
-  linear_backward(View{}, layer.dy, saved, layer.weight, &lora, false, ColumnwisePolicy::kRelease,
-                  ctx);
+  linear_backward(View{}, layer.dy, saved, layer.linear(&lora), false, ctx);
   EXPECT_EQ(layer.bench.arena.bytes(Category::kColumnwise).peak, 0);
   EXPECT_GT(testing::largest(testing::widened(layer.bench.download<float>(layer.grad_a))), 0);
 }
 
-TEST(LinearPolicy, DirectSaysThatItIsNotThere) {
-  Fp8Layer<bf16> layer(32, 128, 256);
+// A frozen FP8 layer reads dy once, by its quantiser: its dx may take dy's memory.
+TEST(LinearPolicy, DxMayBeDyInAFrozenSquareLayer) {
+  Fp8Layer<bf16> layer(32, 256, 256);
   const Tensor dx = layer.result({32, 256});
-  EXPECT_THROW(linear_backward(dx, layer.dy, {}, layer.weight, nullptr, false,
-                               ColumnwisePolicy::kDirect, layer.bench.ctx),
-               ConfigError);
+  LinearSaved saved;
+  linear_backward(dx, layer.dy, saved, layer.linear(), false, layer.bench.ctx);
+  const Doubles want = layer.values(dx);
+  linear_backward(layer.dy, layer.dy, saved, layer.linear(), false, layer.bench.ctx);
+  EXPECT_EQ(layer.values(layer.dy), want);
 }
 
-TEST(LinearPolicy, ACopyThatCannotBeRebuiltIsNotReleased) {
-  Fp8Layer<bf16> layer(32, 128, 256, Grouping::k1x128);
-  Bench& bench = layer.bench;
-  Tensor wide =
-      bench.upload(testing::narrowed<float>(transposed(layer.w_values, 128, 256)), {256, 128});
-  auto [codes, scales] = layer.quantized(wide, Grouping::k1x128);
-  layer.matrix.own_columnwise(std::move(codes), std::move(scales));
-  const Tensor dx = layer.result({32, 256});
-  linear_backward(dx, layer.dy, {}, layer.weight, nullptr, false, ColumnwisePolicy::kRelease,
-                  bench.ctx);
-  EXPECT_EQ(layer.matrix.usage(), (Usage{.rowwise = true, .columnwise = true}));
-}
+// Every refusal says what it refused with shapes or names and what to do, and changes nothing.
+struct Refusal {
+  Fp8Layer<bf16> layer{32, 128, 256};
+  Tensor y = layer.result({32, 128}), dx = layer.result({32, 256});
+  LinearSaved saved;
 
-TEST(Linear, RefusesWhatDoesNotFit) {
-  Fp8Layer<bf16> layer(32, 128, 256);
+  template <typename E>
+  void expect(const std::function<void()>& call, const std::vector<std::string>& said) {
+    const Usage before = layer.matrix.usage();
+    const uint64_t version = layer.matrix.version();
+    const int64_t bytes = layer.bench.arena.total().now;
+    const Doubles old = layer.values(dx);
+    try {
+      call();
+      ADD_FAILURE() << "no exception; wanted one that says " << said.front();
+    } catch (const E& error) {
+      for (const std::string& part : said)
+        EXPECT_NE(std::string(error.what()).find(part), std::string::npos) << error.what();
+    }
+    EXPECT_EQ(layer.matrix.usage(), before);
+    EXPECT_EQ(layer.matrix.version(), version);
+    EXPECT_EQ(layer.bench.arena.total().now, bytes);
+    const Doubles now = layer.values(dx);
+    EXPECT_TRUE(std::equal(old.begin(), old.end(), now.begin(),
+                           [](double a, double b) { return a == b || (a != a && b != b); }));
+  }
+};
+
+TEST(LinearRefuses, AWrongShapeDtypeOrDevice) {
+  Refusal r;
+  auto& layer = r.layer;
   Context& ctx = layer.bench.ctx;
-  const Tensor y = layer.result({32, 128});
-  EXPECT_THROW(linear_forward(y, layer.x, {}, layer.weight, nullptr, {}, nullptr, ctx), LogicError);
   const Tensor narrow = layer.result({32, 127});
-  EXPECT_THROW(linear_forward(narrow, layer.x, {}, layer.weight, nullptr, {}, nullptr, ctx),
-               ShapeError);
-  const LoraFactors lora = layer.lora();
-  EXPECT_THROW(linear_backward(View{}, layer.dy, {}, layer.weight, &lora, false,
-                               ColumnwisePolicy::kRelease, ctx),
-               LogicError);
+  r.expect<ShapeError>([&] { linear_forward(narrow, layer.x, layer.linear(), &r.saved, ctx); },
+                       {"layer [128, 256] fp8", "[32, 127]"});
+  r.expect<ShapeError>(
+      [&] { linear_backward(narrow, layer.dy, r.saved, layer.linear(), false, ctx); },
+      {"layer [128, 256] fp8", "[32, 127]"});
+  const Tensor f32 = layer.bench.upload(std::vector<float>(32 * 128, 1), {32, 128});
+  r.expect<ShapeError>([&] { linear_forward(f32, layer.x, layer.linear(), &r.saved, ctx); },
+                       {"of one dtype", "f32 [32, 128]"});
   LinearWeight wrong = layer.weight;
   wrong.n = 100;
-  EXPECT_THROW(linear_forward(y, layer.x, {}, wrong, nullptr, {}, nullptr, ctx), ShapeError);
+  r.expect<ShapeError>([&] { linear_forward(r.y, layer.x, {.weight = &wrong}, &r.saved, ctx); },
+                       {"declared [100, 256]", "fp8 [128, 256]"});
+  wrong = layer.weight;
+  wrong.gradient = f32;
+  r.expect<ShapeError>([&] { linear_forward(r.y, layer.x, {.weight = &wrong}, &r.saved, ctx); },
+                       {"gradient", "[128, 256]", "[32, 128]"});
+  View elsewhere = r.y;
+  elsewhere.device = {DeviceKind::kPlan, 0};
+  r.expect<ShapeError>([&] { linear_forward(elsewhere, layer.x, layer.linear(), &r.saved, ctx); },
+                       {"all must be on one device"});
+  r.expect<LogicError>([&] { linear_forward(r.y, layer.x, {}, &r.saved, ctx); },
+                       {"without a weight"});
 }
 
-TEST(Linear, PlainReadersNeedNoQuantisedInput) {
-  Bench bench;
-  const Tensor w = bench.upload(std::vector<float>(12, 1), {3, 4});
-  const Tensor x = bench.upload(std::vector<float>(8, 1), {2, 4});
-  const LinearWeight plain{.name = "plain", .n = 3, .k = 4, .plain = w, .bias = {}};
-  EXPECT_FALSE(quantize_input(x, {&plain, &plain}, bench.ctx));
+TEST(LinearRefuses, AGradientOfAFrozenWeightOrOfNothing) {
+  Refusal r;
+  auto& layer = r.layer;
+  Context& ctx = layer.bench.ctx;
+  r.expect<LogicError>([&] { linear_weight_gradient(r.saved, layer.linear(), ctx); },
+                       {"layer [128, 256] is frozen", "Set LinearWeight::gradient"});
+  // Frozen in forward, so no x was kept.
+  linear_forward(r.y, layer.x, layer.linear(), &r.saved, ctx);
+  LinearWeight thawed = layer.weight;
+  const Tensor gradient = layer.bench.upload(std::vector<float>(128 * 256, 0), {128, 256});
+  thawed.gradient = gradient;
+  r.expect<LogicError>(
+      [&] { linear_backward(r.dx, layer.dy, r.saved, {.weight = &thawed}, false, ctx); },
+      {"layer is trainable in this backward but was frozen in its forward", "before the forward"});
+  r.expect<LogicError>([&] { linear_weight_gradient(r.saved, {.weight = &thawed}, ctx); },
+                       {"no gradient of layer is waiting", "delay_weight_gradient"});
+  const LoraFactors lora = layer.lora();
+  r.expect<LogicError>(
+      [&] { linear_backward(r.dx, layer.dy, r.saved, layer.linear(&lora), false, ctx); },
+      {"has an adapter but nothing was saved"});
+}
+
+TEST(LinearRefuses, DirectUntilItIsThere) {
+  Refusal r;
+  auto& layer = r.layer;
+  r.expect<ConfigError>(
+      [&] {
+        linear_backward(r.dx, layer.dy, r.saved, layer.linear(nullptr, ColumnwisePolicy::kDirect),
+                        false, layer.bench.ctx);
+      },
+      {"direct", "use `release` or `resident`"});
+}
+
+TEST(LinearRefuses, ReadersThatMixBlocksAndMx) {
+  Fp8Layer<bf16> blocks(32, 128, 256), mx(32, 128, 256, Grouping::kMx1x32);
+  const Linear a = blocks.linear(), b = mx.linear();
+  EXPECT_THROW(activation_grouping({&a, &b}), ConfigError);
+  EXPECT_EQ(activation_grouping({&b}), Grouping::kMx1x32);
 }
 
 }  // namespace

@@ -74,12 +74,12 @@ std::vector<int> regather_ranks(const ReshardAfterForward& reshard,
 
 DecoderOptions decoder_options(const ExecutionOptions& execution, Recompute recompute,
                                DeviceKind device) {
-  ROWSHARD_CHECK(execution.recipe != Recipe::kMx, ConfigError,
-                 "--recipe mx: frozen MX units are not in this version; use block or bf16");
   ROWSHARD_CHECK(execution.tp == 1, ConfigError, "--tp ", execution.tp,
                  ": tensor parallelism is not in this version; use --tp 1");
   DecoderOptions options;
-  options.fp8 = execution.recipe == Recipe::kBlock;
+  options.linear = execution.recipe == Recipe::kBlock ? Storage::kFp8Block
+                   : execution.recipe == Recipe::kMx  ? Storage::kMxRowwise
+                                                      : Storage::kPlain;
   // The host is the oracle: f32 activations. cuda computes in bf16, as the GEMMs produce it.
   options.activations = device == DeviceKind::kHost ? DType::kF32 : DType::kBF16;
   options.plan = plan_policy(execution);

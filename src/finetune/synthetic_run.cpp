@@ -6,6 +6,7 @@
 
 #include "finetune/options_text.h"
 #include "layers/elementwise.h"
+#include "model/weight_source.h"
 
 namespace rowshard {
 
@@ -62,6 +63,7 @@ SyntheticRun::SyntheticRun(World& world, const SyntheticOptions& options)
   Context& ctx = job_.context();
   RandomSource source;
   job_.load(source);
+  job_.model().set_source([] { return std::make_unique<RandomSource>(); });
   // B is not zero: a product with zeros is faster, and A's gradient would be nothing.
   std::vector<float> values(adapters_.count(), 0.0f);
   for (int64_t i = 0; i < adapters_.trainable(); ++i)
@@ -152,6 +154,18 @@ void RandomSource::read(const WeightSpec& weight, int64_t begin, int64_t end, st
                                                     : reinterpret_cast<const std::byte*>(&half);
     for (int64_t i = begin; i < end; ++i)
       to[i - begin] = bytes[i % size_of(weight.dtype)];
+    return;
+  }
+  if (is_mx(weight.storage)) {  // both copies hold the same values
+    const bool columnwise = weight.storage == Storage::kMxColumnwise;
+    const int64_t n = weight.shape[columnwise ? 1 : 0], k = weight.shape[columnwise ? 0 : 1];
+    const uint64_t seed = std::hash<std::string>{}(weight.name);
+    const float scale = 1.7f / std::sqrt(static_cast<float>(k)) * 0x1p-23f;
+    std::vector<float> values(n * k);
+    for (int64_t i = 0; i < n * k; ++i)
+      values[i] = scale * static_cast<float>(static_cast<int64_t>(mix(seed + i) >> 40) - (1 << 23));
+    const std::vector<std::byte> bytes = quantize_mx(weight, values);
+    std::copy(bytes.begin() + begin, bytes.begin() + end, to);
     return;
   }
   // e4m3: below 2, so no NaN. bf16: 2^-8 to 2^-6, of either sign.

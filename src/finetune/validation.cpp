@@ -227,6 +227,30 @@ class Validation {
           });
   }
 
+  void training_after_inference_needs_a_source(const SyntheticOptions& options) {
+    check("training after inference without a source is refused at the transition",
+          [&](std::string& detail) -> std::string {
+            SyntheticRun run(world_, options);
+            run.job().model().set_source(nullptr);
+            run.step(kLr);
+            run.evaluate();
+            run.step(kLr);  // validation has dropped nothing
+            run.logits();
+            const int64_t issued = run.job().gather_group().issued();
+            try {
+              run.step(kLr);
+            } catch (const UsageError& error) {
+              for (const std::string& other : world_.bootstrap().all_gather(error.what())) {
+                if (other != error.what())
+                  return message("ranks say \"", error.what(), "\" and \"", other, "\"");
+              }
+              detail = error.what();
+              return run.job().gather_group().issued() == issued ? "" : "after a collective";
+            }
+            return "training began without its columnwise copies";
+          });
+  }
+
   void options_that_differ(const SyntheticOptions& options) {
     check("ranks with other options are named", [&](std::string& detail) -> std::string {
       SyntheticOptions own = options;
@@ -376,7 +400,15 @@ ValidationReport validate(World& world, ValidationMode mode) {
       break;
     }
     case ValidationMode::kMxfp8:
-      report.skipped = "--recipe mx is not in this version";
+      base.execution.recipe = Recipe::kMx;
+      validation.same_bits("reshard, keep, resident, prefetch and recompute",
+                           variants(base, {{Mode::kTrue}, {Mode::kFalse}, {Mode::kResident}}));
+      validation.near_one_rank(base);
+      for (const Mode reshard : {Mode::kTrue, Mode::kFalse, Mode::kResident}) {
+        validation.bytes_as_planned(with(base, {reshard}));
+        validation.other_phases(with(base, {reshard}));
+      }
+      validation.training_after_inference_needs_a_source(base);
       break;
   }
   return report;

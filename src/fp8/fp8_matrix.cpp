@@ -54,6 +54,19 @@ void Fp8Matrix::unbind_rowwise() {
   rowwise_.reset();
 }
 
+void Fp8Matrix::bind_columnwise(const View& codes, const View& scales) {
+  ROWSHARD_CHECK(!columnwise_ || !columnwise_->owned, LogicError, name_,
+                 ": bind_columnwise over an owned columnwise copy would free it; discard it first");
+  check_copy(codes, scales, false);
+  columnwise_ = Copy{{}, {}, {codes, scales, grouping_}, false, version_};
+}
+
+void Fp8Matrix::unbind_columnwise() {
+  ROWSHARD_CHECK(!columnwise_ || !columnwise_->owned, LogicError, name_,
+                 ": unbind_columnwise of an owned copy; use update_usage or discard");
+  columnwise_.reset();
+}
+
 void Fp8Matrix::own_rowwise(Tensor codes, Tensor scales) {
   check_copy(codes, scales, true);
   const Fp8View view{codes, scales, grouping_};

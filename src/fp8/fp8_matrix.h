@@ -66,9 +66,13 @@ class Fp8Matrix {
   // -- putting copies in place. Shapes, dtypes and device are checked (ShapeError).
   /// codes [N, K], scales gemm_scale_shape(N, K): the caller's memory, alive until unbind_rowwise.
   void bind_rowwise(const View& codes, const View& scales, Contents contents = Contents::kNew);
-  /// The caller takes its memory back (reshard). No-op without a rowwise copy; LogicError when it
-  /// is owned.
+  /// The caller takes its memory back (reshard). No-op without the copy; LogicError when it is
+  /// owned.
   void unbind_rowwise();
+  /// The columnwise copy of a matrix whose two copies are sharded apart (MX): codes [K, N], the
+  /// caller's memory, alive until unbind_columnwise, of the same values as the rowwise copy.
+  void bind_columnwise(const View& codes, const View& scales);
+  void unbind_columnwise();
   void own_rowwise(Tensor codes, Tensor scales);
   /// codes [K, N], scales gemm_scale_shape(K, N); taken to hold the same values as the rowwise
   /// copy.

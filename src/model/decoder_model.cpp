@@ -76,8 +76,7 @@ DecoderModel::DecoderModel(const ModelConfig& config, const DecoderOptions& opti
       shape_{config.hidden_size, config.intermediate_size, config.heads,
              config.kv_heads,    config.head_dim,          config.rms_norm_eps},
       ctx_(ctx),
-      units_(config, options.fp8 ? Storage::kFp8Block : Storage::kPlain, options.activations,
-             gather_group.size()),
+      units_(config, options.linear, options.activations, gather_group.size()),
       rope_(config.head_dim, config.max_position_embeddings, config.rope.theta,
             rope_scaling(config.rope), ctx) {
   std::vector<ShardedUnit*> pointers;
@@ -106,14 +105,36 @@ void DecoderModel::load(UnitSource& source) {
 }
 
 void DecoderModel::load(const Checkpoint& checkpoint) {
-  CheckpointSource source(checkpoint);
-  load(source);
+  set_source([&checkpoint] { return std::make_unique<CheckpointSource>(checkpoint); });
+  load(*source_());
+}
+
+void DecoderModel::enter(Phase phase) {
+  if (!units_.mx() || phase == Phase::kValidation)
+    return;
+  std::unique_ptr<UnitSource> source;
+  for (int64_t layer = 0; layer < config_.layers; ++layer) {
+    ShardedUnit& unit = *sharded_[units_.backward_block(layer)];
+    if (phase == Phase::kInference && unit.loaded()) {
+      unit.drop();
+    } else if (phase == Phase::kTraining && !unit.loaded()) {
+      ROWSHARD_CHECK(
+          source_, UsageError, "training begins, but inference has dropped unit ", unit.name(),
+          ", and groups of 1x32 cannot be made again from the rowwise copy. Declare where "
+          "the weights come from (DecoderModel::set_source), load the model again, or "
+          "use the validation phase between training steps, which drops nothing");
+      if (!source)
+        source = source_();
+      unit.load(*source, ctx_.stream);
+    }
+  }
 }
 
 const UsagePlan& DecoderModel::training_plan(int64_t lowest_block) {
   if (planned_lowest_ != lowest_block) {
-    training_plan_ = UsagePlan::make(Phase::kTraining, units_.training_uses(lowest_block),
-                                     units_.count(), options_.plan);
+    training_plan_ =
+        UsagePlan::make(Phase::kTraining, units_.training_uses(lowest_block, options_.recompute),
+                        units_.count(), options_.plan);
     planned_lowest_ = lowest_block;
   }
   return training_plan_;
@@ -123,8 +144,7 @@ const UsagePlan& DecoderModel::forward_plan(Phase phase) {
   return phase == Phase::kValidation ? validation_plan_ : inference_plan_;
 }
 
-BlockWeights DecoderModel::block_weights(ShardedUnit& unit) const {
-  const BlockIndices& at = units_.block_indices();
+BlockWeights DecoderModel::block_weights(ShardedUnit& unit, const BlockIndices& at) const {
   const auto plain = [&](int weight) { return weight < 0 ? ConstView() : unit.plain(weight); };
   BlockWeights weights;
   weights.input_norm = plain(at.input_norm);
@@ -135,12 +155,13 @@ BlockWeights DecoderModel::block_weights(ShardedUnit& unit) const {
     const WeightSpec& spec = unit.layout().weights()[at.linear[i]];
     LinearWeight& linear = weights.linear[i];
     linear.name = spec.name;
-    linear.n = spec.shape[0];
-    linear.k = spec.shape[1];
-    if (spec.storage == Storage::kFp8Block) {
-      linear.fp8 = &unit.fp8(at.linear[i]);
-    } else {
+    const bool columnwise = spec.storage == Storage::kMxColumnwise;
+    linear.n = spec.shape[columnwise ? 1 : 0];
+    linear.k = spec.shape[columnwise ? 0 : 1];
+    if (spec.storage == Storage::kPlain) {
       linear.plain = unit.plain(at.linear[i]);
+    } else {
+      linear.fp8 = &unit.fp8(at.linear[i]);
     }
     linear.bias = plain(at.bias[i]);
   }
@@ -219,6 +240,7 @@ void DecoderModel::head_loss(ShardedUnit& unit, const DeviceBatch& batch, const 
 void DecoderModel::train(const DeviceBatch& batch, const AdapterSet& adapters, double scale,
                          const View& loss_sum, const Dropout& dropout) {
   const int64_t lowest = adapters.lowest_block();
+  enter(Phase::kTraining);
   scheduler_->begin(training_plan(lowest));
   PassGuard guard(*scheduler_);
   const bool empty = batch.tokens() == 0;
@@ -231,8 +253,8 @@ void DecoderModel::train(const DeviceBatch& batch, const AdapterSet& adapters, d
       Tensor y = ctx_.arena.tensor(Category::kActivations, "x", x.dtype(), x.shape());
       const BlockAdapters block = block_adapters(&adapters, layer, dropout);
       saved[layer].x = std::move(x);
-      block_forward(y, shape_, block_weights(unit), block, batch.segments(), rope_, saved[layer],
-                    ctx_);
+      block_forward(y, shape_, block_weights(unit, units_.block_indices()), block, batch.segments(),
+                    rope_, saved[layer], ctx_);
       // Backward never goes below the lowest adapter; with recompute it starts from the input.
       if (layer < lowest) {
         saved[layer] = BlockSaved{};
@@ -261,19 +283,29 @@ void DecoderModel::train(const DeviceBatch& batch, const AdapterSet& adapters, d
   scheduler_->release(units_.head(), Pass::kBackward);
 
   for (int64_t layer = config_.layers - 1; layer >= lowest; --layer) {
-    ShardedUnit& unit = scheduler_->acquire(units_.block(layer), Pass::kBackward);
-    if (!empty) {
-      const BlockAdapters block = block_adapters(&adapters, layer, dropout);
-      const BlockWeights weights = block_weights(unit);
-      if (options_.recompute) {
+    const BlockAdapters block = block_adapters(&adapters, layer, dropout);
+    const int forward_unit = units_.block(layer), backward_unit = units_.backward_block(layer);
+    const bool apart = forward_unit != backward_unit;
+    ShardedUnit* unit = nullptr;
+    if (options_.recompute) {
+      unit = &scheduler_->acquire(forward_unit, Pass::kBackward);
+      if (!empty) {
         Tensor y = ctx_.arena.tensor(Category::kActivations, "x", dx.dtype(), dx.shape());
-        block_forward(y, shape_, weights, block, batch.segments(), rope_, saved[layer], ctx_);
+        block_forward(y, shape_, block_weights(*unit, units_.block_indices()), block,
+                      batch.segments(), rope_, saved[layer], ctx_);
       }
-      block_backward(dx, shape_, weights, block, batch.segments(), rope_, saved[layer],
-                     layer > lowest, options_.columnwise, ctx_);
+      if (apart)
+        scheduler_->release(forward_unit, Pass::kBackward);
+    }
+    if (apart || !unit)
+      unit = &scheduler_->acquire(backward_unit, Pass::kBackward);
+    if (!empty) {
+      block_backward(dx, shape_, block_weights(*unit, units_.backward_indices()), block,
+                     batch.segments(), rope_, saved[layer], layer > lowest, options_.columnwise,
+                     ctx_);
       saved[layer] = BlockSaved{};
     }
-    scheduler_->release(units_.block(layer), Pass::kBackward);
+    scheduler_->release(backward_unit, Pass::kBackward);
   }
   guard.finish();
 }
@@ -286,8 +318,9 @@ Tensor DecoderModel::forward_only(const DeviceBatch& batch, const AdapterSet* ad
       Tensor y = ctx_.arena.tensor(Category::kActivations, "x", x.dtype(), x.shape());
       BlockSaved saved;
       saved.x = std::move(x);
-      block_forward(y, shape_, block_weights(unit), block_adapters(adapters, layer, Dropout{}),
-                    batch.segments(), rope_, saved, ctx_);
+      block_forward(y, shape_, block_weights(unit, units_.block_indices()),
+                    block_adapters(adapters, layer, Dropout{}), batch.segments(), rope_, saved,
+                    ctx_);
       x = std::move(y);
     }
     scheduler_->release(units_.block(layer), Pass::kForward);
@@ -309,6 +342,7 @@ void DecoderModel::evaluate(const DeviceBatch& batch, const AdapterSet* adapters
 
 void DecoderModel::logits(const DeviceBatch& batch, const AdapterSet* adapters,
                           const ConstView& rows, const View& logits) {
+  enter(Phase::kInference);
   scheduler_->begin(forward_plan(Phase::kInference));
   PassGuard guard(*scheduler_);
   Tensor x = forward_only(batch, adapters);

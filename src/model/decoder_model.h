@@ -6,6 +6,7 @@
 // which gathers with the others and computes nothing.
 #pragma once
 
+#include <functional>
 #include <memory>
 
 #include "model/adapter_set.h"
@@ -17,7 +18,8 @@
 namespace rowshard {
 
 struct DecoderOptions {
-  bool fp8 = true;  // linear weights of the blocks in 128x128 FP8; else bf16
+  Storage linear =
+      Storage::kFp8Block;  // of the blocks' linear weights; kMxRowwise, or kPlain: bf16
   DType activations = DType::kF32;
   PlanPolicy plan;
   ColumnwisePolicy columnwise = ColumnwisePolicy::kRelease;
@@ -52,7 +54,13 @@ class DecoderModel {
 
   /// Reads this rank's parts. Collective.
   void load(UnitSource& source);
+  /// The checkpoint is also where copies come from that inference dropped; it outlives the model.
   void load(const Checkpoint& checkpoint);
+  /// Inference drops the columnwise copies of MX weights, which cannot be made of the rowwise ones.
+  /// When training begins again they are read from here; without it, that is a UsageError, the same
+  /// on all ranks and before any collective.
+  using SourceMaker = std::function<std::unique_ptr<UnitSource>()>;
+  void set_source(SourceMaker source) { source_ = std::move(source); }
 
   const ModelConfig& config() const { return config_; }
   const DecoderOptions& options() const { return options_; }
@@ -76,7 +84,8 @@ class DecoderModel {
   const UsagePlan& forward_plan(Phase phase);
 
  private:
-  BlockWeights block_weights(ShardedUnit& unit) const;
+  void enter(Phase phase);
+  BlockWeights block_weights(ShardedUnit& unit, const BlockIndices& at) const;
   BlockAdapters block_adapters(const AdapterSet* adapters, int64_t layer,
                                const Dropout& dropout) const;
   Tensor embed(const DeviceBatch& batch);
@@ -94,6 +103,7 @@ class DecoderModel {
   RopeTable rope_;
   UsagePlan training_plan_, validation_plan_, inference_plan_;
   int64_t planned_lowest_ = -1;
+  SourceMaker source_;
 };
 
 }  // namespace rowshard

@@ -3,12 +3,12 @@
 namespace rowshard {
 
 DecoderUnits::DecoderUnits(const ModelConfig& config, Storage linear, DType activations, int ranks)
-    : layers_(config.layers), tied_(config.tie_word_embeddings) {
+    : layers_(config.layers),
+      tied_(config.tie_word_embeddings),
+      mx_(linear == Storage::kMxRowwise) {
   const auto plain = [](std::string name, Shape shape, DType dtype) {
     return WeightSpec{std::move(name), shape, Storage::kPlain, dtype};
   };
-  const DType linear_dtype = linear == Storage::kFp8Block ? DType::kE4M3 : DType::kBF16;
-
   std::vector<WeightSpec> embedding{
       plain("model.embed_tokens", {config.vocab_size, config.hidden_size}, DType::kBF16)};
   const WeightSpec final_norm = plain("model.norm", {config.hidden_size}, activations);
@@ -19,10 +19,11 @@ DecoderUnits::DecoderUnits(const ModelConfig& config, Storage linear, DType acti
   }
   layouts_.emplace_back(tied_ ? "embedding+head" : "embedding", std::move(embedding), ranks);
 
-  for (int64_t layer = 0; layer < config.layers; ++layer) {
+  const DType linear_dtype = linear == Storage::kPlain ? DType::kBF16 : DType::kE4M3;
+  const auto block_unit = [&](int64_t layer, Storage storage, BlockIndices& indices) {
     const std::string prefix = layer_prefix(layer);
+    const bool columnwise = storage == Storage::kMxColumnwise;
     std::vector<WeightSpec> weights;
-    BlockIndices indices;
     const auto add = [&weights](WeightSpec spec) {
       weights.push_back(std::move(spec));
       return static_cast<int>(weights.size()) - 1;
@@ -36,16 +37,20 @@ DecoderUnits::DecoderUnits(const ModelConfig& config, Storage linear, DType acti
     }
     int i = 0;
     for (const LinearModule& module : config.linears()) {
-      indices.linear[i] =
-          add(WeightSpec{prefix + module.name, {module.n, module.k}, linear, linear_dtype});
-      // A bias is a weight of its own; its name ends in ".bias" and is read as such.
+      const std::string name = prefix + module.name;
+      const Shape shape = columnwise ? Shape{module.k, module.n} : Shape{module.n, module.k};
+      indices.linear[i] = add(WeightSpec{name, shape, storage, linear_dtype});
+      // A bias is a weight of its own; its name ends in ".bias" and is read as such. Backward does
+      // not read it.
       indices.bias[i] =
-          module.bias ? add(plain(prefix + module.name + ".bias", {module.n}, activations)) : -1;
+          module.bias && !columnwise ? add(plain(name + ".bias", {module.n}, activations)) : -1;
       ++i;
     }
-    block_ = indices;
-    layouts_.emplace_back(message("block ", layer), std::move(weights), ranks);
-  }
+    layouts_.emplace_back(message("block ", layer, columnwise ? " columnwise" : ""),
+                          std::move(weights), ranks);
+  };
+  for (int64_t layer = 0; layer < config.layers; ++layer)
+    block_unit(layer, linear, block_);
   if (!tied_) {
     final_norm_ = 0;
     head_matrix_ = 1;
@@ -54,6 +59,11 @@ DecoderUnits::DecoderUnits(const ModelConfig& config, Storage linear, DType acti
         std::vector<WeightSpec>{
             final_norm, plain("lm_head", {config.vocab_size, config.hidden_size}, DType::kBF16)},
         ranks);
+  }
+  first_columnwise_ = count();
+  if (mx_) {
+    for (int64_t layer = 0; layer < config.layers; ++layer)
+      block_unit(layer, Storage::kMxColumnwise, columnwise_);
   }
 }
 
@@ -65,11 +75,13 @@ std::vector<UnitUse> DecoderUnits::forward_uses() const {
   return uses;
 }
 
-std::vector<UnitUse> DecoderUnits::training_uses(int64_t lowest_block) const {
+std::vector<UnitUse> DecoderUnits::training_uses(int64_t lowest_block, bool recompute) const {
   std::vector<UnitUse> uses = forward_uses();
   uses.push_back({head(), Pass::kBackward});
   for (int64_t layer = layers_ - 1; layer >= lowest_block; --layer) {
-    uses.push_back({block(layer), Pass::kBackward});
+    if (mx_ && recompute)
+      uses.push_back({block(layer), Pass::kBackward});
+    uses.push_back({backward_block(layer), Pass::kBackward});
   }
   return uses;
 }

@@ -23,6 +23,20 @@ std::string tensor_name(const WeightSpec& weight) {
 
 }  // namespace
 
+std::vector<std::byte> quantize_mx(const WeightSpec& weight, const std::vector<float>& values) {
+  const bool columnwise = weight.storage == Storage::kMxColumnwise;
+  const Shape matrix = columnwise ? Shape{weight.shape[1], weight.shape[0]} : weight.shape;
+  std::vector<std::byte> bytes(weight.bytes(), std::byte{0});
+  const Fp8View copy{
+      View(bytes.data(), DType::kE4M3, weight.shape, kHost),
+      View(bytes.data() + weight.mx_scale_offset(), DType::kE8M0, weight.mx_scale_shape(), kHost),
+      Grouping::kMx1x32};
+  Stream stream(kHost);
+  quantize(columnwise ? nullptr : &copy, columnwise ? &copy : nullptr,
+           ConstView(values.data(), DType::kF32, matrix, kHost), {}, stream);
+  return bytes;
+}
+
 CheckpointSource::CheckpointSource(const Checkpoint& checkpoint) : checkpoint_(checkpoint) {}
 
 void CheckpointSource::read(const WeightSpec& weight, int64_t begin, int64_t end,
@@ -30,6 +44,8 @@ void CheckpointSource::read(const WeightSpec& weight, int64_t begin, int64_t end
   const std::string name = tensor_name(weight);
   if (weight.storage == Storage::kPlain)
     return read_plain(weight, name, begin, end, destination);
+  if (is_mx(weight.storage))
+    return read_mx(weight, name, begin, end, destination);
   if (checkpoint_.is_fp8(name)) {
     checkpoint_.tensors().read(name, begin, end - begin, destination);
     return;
@@ -56,6 +72,17 @@ void CheckpointSource::read_plain(const WeightSpec& weight, const std::string& n
   convert(View(converted.data(), weight.dtype, {rows, columns}, kHost),
           ConstView(wide.data(), DType::kF32, {rows, columns}, kHost), stream_);
   std::memcpy(destination, converted.data() + (begin - first * row_bytes), end - begin);
+}
+
+void CheckpointSource::read_mx(const WeightSpec& weight, const std::string& name, int64_t begin,
+                               int64_t end, std::byte* destination) {
+  ROWSHARD_CHECK(!checkpoint_.is_fp8(name), ConfigError, name,
+                 " is stored in FP8 with 128x128 blocks, which --recipe mx would quantise a second "
+                 "time; use --recipe block");
+  const bool columnwise = weight.storage == Storage::kMxColumnwise;
+  const std::vector<std::byte> bytes =
+      quantize_mx(weight, checkpoint_.read_rows_f32(name, 0, weight.shape[columnwise ? 1 : 0]));
+  std::copy(bytes.begin() + begin, bytes.begin() + end, destination);
 }
 
 void CheckpointSource::quantize_bands(const WeightSpec& weight, const std::string& name,

@@ -3,7 +3,8 @@
 // A weight that the checkpoint holds as the unit stores it is read range by range. A bf16, fp16 or
 // fp32 linear weight under the block recipe is read in bands of 128 rows, because a scale belongs
 // to a whole 128x128 block; the band is quantised on the host and only the owned bytes are kept.
-// Every rank that owns bytes of a band computes the same codes and scales.
+// Every rank that owns bytes of a band computes the same codes and scales. MX weights are quantised
+// whole, because a group of the columnwise copy runs over 32 rows.
 #pragma once
 
 #include <map>
@@ -13,6 +14,10 @@
 #include "shard/sharded_unit.h"
 
 namespace rowshard {
+
+/// The bytes of an MX weight, codes, zeros and scales of the copy that the spec names, from the
+/// values [N, K] f32.
+std::vector<std::byte> quantize_mx(const WeightSpec& weight, const std::vector<float>& values);
 
 class CheckpointSource : public UnitSource {
  public:
@@ -24,6 +29,8 @@ class CheckpointSource : public UnitSource {
  private:
   void read_plain(const WeightSpec& weight, const std::string& name, int64_t begin, int64_t end,
                   std::byte* destination);
+  void read_mx(const WeightSpec& weight, const std::string& name, int64_t begin, int64_t end,
+               std::byte* destination);
   void quantize_bands(const WeightSpec& weight, const std::string& name, int64_t begin, int64_t end,
                       std::byte* destination);
 

@@ -1,5 +1,6 @@
 #include "shard/sharded_unit.h"
 
+#include <algorithm>
 #include <cstring>
 
 namespace rowshard {
@@ -16,12 +17,16 @@ ShardedUnit::ShardedUnit(UnitLayout layout, Communicator& gather_group, Arena& a
   ROWSHARD_CHECK(!regather_group || layout_.ranks() % regather_group->size() == 0, LogicError,
                  "unit ", name(), " over ", layout_.ranks(), " ranks cannot be sharded over ",
                  regather_group ? regather_group->size() : 0);
-  shard_ = arena.allocate(Category::kRowwiseShard, name(), layout_.shard_bytes());
-  if (layout_.ranks() > 1) {
-    fixed_ = gather_group.fix(
-        ConstView(shard_.data(), DType::kU8, {layout_.shard_bytes()}, arena.device()));
-  }
+  allocate();
   for (const WeightSpec& weight : layout_.weights()) {
+    if (is_mx(weight.storage)) {
+      const bool rowwise = weight.storage == Storage::kMxRowwise;
+      matrices_.push_back(std::make_unique<Fp8Matrix>(weight.name, weight.shape[rowwise ? 0 : 1],
+                                                      weight.shape[rowwise ? 1 : 0],
+                                                      Grouping::kMx1x32, arena.device()));
+      scales_.emplace_back();
+      continue;
+    }
     if (weight.storage != Storage::kFp8Block) {
       matrices_.push_back(nullptr);
       scales_.emplace_back();
@@ -35,8 +40,28 @@ ShardedUnit::ShardedUnit(UnitLayout layout, Communicator& gather_group, Arena& a
   }
 }
 
+void ShardedUnit::allocate() {
+  const auto& weights = layout_.weights();
+  const bool columnwise = std::ranges::any_of(
+      weights, [](const WeightSpec& weight) { return weight.storage == Storage::kMxColumnwise; });
+  shard_ = arena_.allocate(columnwise ? Category::kColumnwise : Category::kRowwiseShard, name(),
+                           layout_.shard_bytes());
+  if (layout_.ranks() > 1) {
+    fixed_ = gather_group_.fix(
+        ConstView(shard_.data(), DType::kU8, {layout_.shard_bytes()}, arena_.device()));
+  }
+}
+
+void ShardedUnit::drop() {
+  reshard();
+  fixed_.reset();
+  shard_.reset();
+}
+
 void ShardedUnit::load(UnitSource& source, Stream& stream) {
   reshard();  // what is gathered, or bound in place, are the bytes of the last load
+  if (!loaded())
+    allocate();
   const Device device = arena_.device();
   // Zero first: the padding between weights is defined, so shards compare equal byte for byte.
   std::vector<std::byte> bytes(layout_.shard_bytes(), std::byte{0});
@@ -52,9 +77,9 @@ void ShardedUnit::load(UnitSource& source, Stream& stream) {
        ConstView(bytes.data(), DType::kU8, shape, kHost), stream);
   stream.synchronize();
   for (size_t i = 0; i < matrices_.size(); ++i) {
-    if (!matrices_[i])
-      continue;
     const WeightSpec& weight = layout_.weights()[i];
+    if (weight.storage != Storage::kFp8Block)
+      continue;
     const int64_t block_rows = ceil_div(weight.shape[0], 128);
     const int64_t block_cols = ceil_div(weight.shape[1], 128);
     std::vector<float> compact(block_rows * block_cols);
@@ -75,6 +100,8 @@ void ShardedUnit::load(UnitSource& source, Stream& stream) {
 
 void ShardedUnit::gather(Stream& communication) {
   ROWSHARD_CHECK(!bound_ && !arrival_, LogicError, "unit ", name(), " is gathered already");
+  ROWSHARD_CHECK(loaded(), UsageError, "unit ", name(),
+                 " was dropped; load it before it is gathered");
   if (layout_.ranks() > 1) {
     gathered_ = arena_.allocate(Category::kGathered, name(), layout_.gathered_bytes());
     const Device device = arena_.device();
@@ -113,17 +140,30 @@ void ShardedUnit::bind(std::byte* base) {
     if (!matrices_[i])
       continue;
     const WeightSpec& weight = layout_.weights()[i];
-    matrices_[i]->bind_rowwise(
-        View(base + layout_.offset(i), DType::kE4M3, weight.shape, arena_.device()), scales_[i],
-        bound_before_ ? Contents::kUnchanged : Contents::kNew);
+    std::byte* at = base + layout_.offset(static_cast<int>(i));
+    const View codes(at, DType::kE4M3, weight.shape, arena_.device());
+    View scales = scales_[i];
+    if (is_mx(weight.storage)) {
+      scales = View(at + weight.mx_scale_offset(), DType::kE8M0, weight.mx_scale_shape(),
+                    arena_.device());
+    }
+    if (weight.storage == Storage::kMxColumnwise) {
+      matrices_[i]->bind_columnwise(codes, scales);
+    } else {
+      matrices_[i]->bind_rowwise(codes, scales,
+                                 bound_before_ ? Contents::kUnchanged : Contents::kNew);
+    }
   }
   bound_before_ = true;
 }
 
 void ShardedUnit::unbind() {
   for (auto& matrix : matrices_) {
-    if (matrix && bound_)
-      matrix->unbind_rowwise();
+    if (!matrix || !bound_)
+      continue;
+    matrix->unbind_rowwise();
+    if (!rebuildable(matrix->grouping()))
+      matrix->unbind_columnwise();
   }
   bound_ = false;
   base_ = nullptr;
@@ -158,7 +198,7 @@ void ShardedUnit::reshard_to_group(Stream& compute) {
 
 void ShardedUnit::drop_columnwise() {
   for (auto& matrix : matrices_) {
-    if (matrix)
+    if (matrix && rebuildable(matrix->grouping()))
       matrix->discard({.rowwise = false, .columnwise = true});
   }
 }

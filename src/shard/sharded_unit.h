@@ -27,7 +27,7 @@ class UnitSource {
   virtual ~UnitSource() = default;
   /// Writes bytes [begin, end) of the weight's rowwise copy (codes or plain elements, row-major
   /// [N, K]) to host memory. For weights quantised on the fly the source must also remember the
-  /// scales of the bands it quantised for `scales`.
+  /// scales of the bands it quantised for `scales`. The bytes of an MX weight hold its scales too.
   virtual void read(const WeightSpec& weight, int64_t begin, int64_t end,
                     std::byte* destination) = 0;
   /// Compact scales, f32 [ceil(N/128), ceil(K/128)] row-major, of a kFp8Block weight. Entries this
@@ -46,6 +46,11 @@ class ShardedUnit {
   /// Fills this rank's shard and the scales, and leaves the unit sharded. Collective over the
   /// gather group.
   void load(UnitSource& source, Stream& stream);
+
+  /// Frees the shard: nothing of the unit is left, and it must be loaded before it is gathered.
+  /// Collective over the gather group.
+  void drop();
+  bool loaded() const { return static_cast<bool>(shard_); }
 
   const UnitLayout& layout() const { return layout_; }
   const std::string& name() const { return layout_.name(); }
@@ -69,6 +74,7 @@ class ShardedUnit {
   ConstView plain(int weight) const;
 
  private:
+  void allocate();
   void bind(std::byte* base);
   void unbind();
 

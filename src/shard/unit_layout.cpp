@@ -10,12 +10,25 @@ namespace {
 constexpr int64_t kWeightAlignment = 256;
 }
 
+int64_t WeightSpec::bytes() const {
+  const int64_t codes = elements() * size_of(dtype);
+  return is_mx(storage) ? mx_scale_offset() + mx_scale_shape().elements() : codes;
+}
+
+Shape WeightSpec::mx_scale_shape() const {
+  return gemm_scale_shape(Grouping::kMx1x32, shape[0], shape[1]);
+}
+
+int64_t WeightSpec::mx_scale_offset() const {
+  return round_up(elements(), kWeightAlignment);
+}
+
 UnitLayout::UnitLayout(std::string name, std::vector<WeightSpec> weights, int ranks)
     : name_(std::move(name)), weights_(std::move(weights)), ranks_(ranks) {
   ROWSHARD_CHECK(ranks >= 1, LogicError, "unit ", name_, " over ", ranks, " ranks");
   int64_t end = 0;
   for (const WeightSpec& weight : weights_) {
-    ROWSHARD_CHECK((weight.storage == Storage::kFp8Block) == (weight.dtype == DType::kE4M3),
+    ROWSHARD_CHECK((weight.storage != Storage::kPlain) == (weight.dtype == DType::kE4M3),
                    LogicError, "unit ", name_, ": ", weight.name, " stored as ",
                    to_string(weight.dtype));
     offsets_.push_back(end);

@@ -6,6 +6,10 @@
 // 256-byte border (TMA and cuBLASLt want 16). The buffer is cut into equal parts, one a rank; cuts
 // may fall anywhere, also inside a 128x128 block, because frozen bytes are moved and never
 // quantised again. Scales are 0.024 % of the codes and are replicated.
+//
+// The two copies of an MX matrix cannot be made of each other, so they lie in units of their own:
+// forward gathers one, backward the other. MX scales, 3 % of the codes, lie behind the codes as
+// part of the weight's bytes and are cut with them.
 #pragma once
 
 #include <string>
@@ -16,18 +20,26 @@
 namespace rowshard {
 
 enum class Storage {
-  kFp8Block,  // e4m3 codes, one fp32 scale per 128x128 block
-  kPlain,     // elements of `dtype`, no scales
+  kFp8Block,      // e4m3 codes, one fp32 scale per 128x128 block
+  kPlain,         // elements of `dtype`, no scales
+  kMxRowwise,     // e4m3 codes [N, K], then e8m0 scales, one per 1x32
+  kMxColumnwise,  // the same of the columnwise copy, codes [K, N]
 };
+inline bool is_mx(Storage storage) {
+  return storage == Storage::kMxRowwise || storage == Storage::kMxColumnwise;
+}
 
 struct WeightSpec {
   std::string name;  // module path as in the checkpoint, without ".weight"
   Shape shape;       // [N, K] for a linear weight, [H] for a norm
   Storage storage = Storage::kPlain;
-  DType dtype = DType::kBF16;  // kE4M3 for kFp8Block
+  DType dtype = DType::kBF16;  // kE4M3 unless plain
 
   int64_t elements() const { return shape.elements(); }
-  int64_t bytes() const { return elements() * size_of(dtype); }
+  /// In the unit's buffer: elements, and for MX padding and scales.
+  int64_t bytes() const;
+  Shape mx_scale_shape() const;
+  int64_t mx_scale_offset() const;  // from the weight's first byte
   bool operator==(const WeightSpec&) const = default;
 };
 

@@ -89,9 +89,12 @@ int64_t UsagePlan::peak_gathered(const std::vector<UnitLayout>& units) const {
     return units[unit].ranks() == 1 ? 0 : units[unit].gathered_bytes();
   };
   if (policy.reshard == ReshardMode::kResident) {
+    std::vector<bool> used(units.size(), false);
+    for (const PlanStep& step : steps)
+      used[step.use.unit] = true;
     int64_t all = 0;
     for (size_t unit = 0; unit < units.size(); ++unit)
-      all += transient(static_cast<int>(unit));
+      all += used[unit] ? transient(static_cast<int>(unit)) : 0;
     return all;
   }
   int64_t now = 0, peak = 0;

@@ -15,9 +15,12 @@ void UsageScheduler::begin(const UsagePlan& plan) {
     waits_used_ = 0;
   released_.record(compute_);
   const bool resident = plan.policy.reshard == ReshardMode::kResident;
+  std::vector<bool> used(units_.size(), false);
+  for (const PlanStep& step : plan.steps)
+    used[step.use.unit] = true;
   for (size_t unit = 0; unit < units_.size(); ++unit) {
-    if (resident && !units_[unit]->gathered()) {
-      gather(unit);
+    if (resident && used[unit] && !units_[unit]->gathered()) {
+      gather(static_cast<int>(unit));
       units_[unit]->finish_gather(compute_);
     }
     // A unit kept from another mode or an interrupted pass would not be where the plan says.

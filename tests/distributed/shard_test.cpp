@@ -207,6 +207,68 @@ TEST_F(ShardTest, QuantisedInBandsIsQuantisedWhole) {
       << "bf16 widened, cut anywhere";
 }
 
+// The two copies of an MX weight are units of their own: each is quantised from the file's values
+// once, over any ranks, and cannot be made of the other.
+TEST_F(ShardTest, MxCopiesAreShardedApart) {
+  const testing::TemporaryDirectory directory;
+  const nlohmann::json config = testing::tiny_config("llama");
+  testing::write_tiny_model(directory / "model", config, testing::tiny_tensors(config));
+  const Checkpoint checkpoint = Checkpoint::open(directory / "model");
+  for (const Storage storage : {Storage::kMxRowwise, Storage::kMxColumnwise}) {
+    const bool columnwise = storage == Storage::kMxColumnwise;
+    std::vector<WeightSpec> weights{plain_weight(layer_prefix(1) + "input_layernorm", {192})};
+    for (const LinearModule& module : checkpoint.config().linears()) {
+      weights.push_back({layer_prefix(1) + module.name,
+                         columnwise ? Shape{module.k, module.n} : Shape{module.n, module.k},
+                         storage, DType::kE4M3});
+    }
+    ShardedUnit unit(UnitLayout("block", weights, size()), *group, bench.arena);
+    EXPECT_EQ(now(columnwise ? Category::kColumnwise : Category::kRowwiseShard),
+              unit.layout().shard_bytes());
+    CheckpointSource source(checkpoint);
+    unit.load(source, bench.stream);
+    for (int pass = 0; pass < 2; ++pass) {
+      gather(unit);
+      for (size_t w = 1; w < weights.size(); ++w) {
+        const int64_t n = weights[w].shape[columnwise ? 1 : 0];
+        const int64_t k = weights[w].shape[columnwise ? 0 : 1];
+        const std::vector<float> wide = checkpoint.read_f32(weights[w].name + ".weight");
+        Arena arena(kHost);
+        Stream stream(kHost);
+        const Tensor codes =
+            arena.tensor(Category::kWorkspace, "codes", DType::kE4M3, weights[w].shape);
+        const Tensor scales = arena.tensor(
+            Category::kWorkspace, "scales", DType::kE8M0,
+            gemm_scale_shape(Grouping::kMx1x32, weights[w].shape[0], weights[w].shape[1]));
+        const Fp8View whole{codes, scales, Grouping::kMx1x32};
+        quantize(columnwise ? nullptr : &whole, columnwise ? &whole : nullptr,
+                 ConstView(wide.data(), DType::kF32, {n, k}, kHost), {}, stream);
+        Fp8Matrix& matrix = unit.fp8(static_cast<int>(w));
+        EXPECT_EQ(matrix.usage(), (Usage{!columnwise, columnwise}));
+        const ConstFp8View got = columnwise ? matrix.columnwise() : matrix.rowwise();
+        const auto bytes_of = [](const Tensor& tensor) {
+          const auto* data = reinterpret_cast<const uint8_t*>(tensor.view().byte_data());
+          return std::vector<uint8_t>(data, data + tensor.view().bytes());
+        };
+        EXPECT_EQ(bench.download<uint8_t>(got.codes), bytes_of(codes)) << weights[w].name;
+        EXPECT_EQ(bench.download<uint8_t>(got.scales), bytes_of(scales)) << weights[w].name;
+        EXPECT_THROW(matrix.update_usage(true, true, bench.ctx), UsageError)
+            << "the other copy cannot be made";
+      }
+      unit.drop_columnwise();  // of copies that can be made again: none here
+      unit.reshard();
+    }
+    unit.drop();
+    EXPECT_FALSE(unit.loaded());
+    EXPECT_EQ(bench.arena.total().now, 0);
+    EXPECT_THROW(unit.gather(communication), UsageError);
+    unit.load(source, bench.stream);
+    gather(unit);
+    EXPECT_EQ(unit.fp8(1).usage(), (Usage{!columnwise, columnwise}));
+    unit.reshard();
+  }
+}
+
 // A model of units of different sizes, with a tied head and a backward that stops at block 2: what
 // it computes is whether every unit in use holds its bytes.
 class SchedulerTest : public ShardTest {

@@ -18,7 +18,7 @@ struct Case {
 };
 // cuBLASLt's FP8 products need K % 16 = 0; of the tiny models only llama_fp8 has that throughout.
 bool runs_on(Device device, const Case& c) {
-  return device.is_host() || c.recipe == Recipe::kBf16 || std::string(c.model) == "llama_fp8";
+  return device.is_host() || c.recipe != Recipe::kBlock || std::string(c.model) == "llama_fp8";
 }
 
 using Mode = ReshardAfterForward::Mode;
@@ -110,7 +110,7 @@ TEST_P(TrainingCurve, IsThatOfOneRank) {
     GTEST_SKIP() << "cuBLASLt has no FP8 product of these sizes";
   FinetuneOptions asked = options(model);
   asked.execution.recipe = recipe;
-  if (recipe == Recipe::kBlock)
+  if (recipe != Recipe::kBf16)
     asked.lr = 2e-4;
   const Curve curve = testing::train(world(), asked, 20);
   expect_equal_on_all_ranks(curve);
@@ -135,12 +135,13 @@ INSTANTIATE_TEST_SUITE_P(
     Models, TrainingCurve,
     ::testing::Values(Case{"llama", Recipe::kBf16}, Case{"qwen2", Recipe::kBf16},
                       Case{"qwen3", Recipe::kBf16}, Case{"llama", Recipe::kBlock},
-                      Case{"qwen3", Recipe::kBlock}, Case{"llama_fp8", Recipe::kBlock}),
+                      Case{"qwen3", Recipe::kBlock}, Case{"llama_fp8", Recipe::kBlock},
+                      Case{"qwen2", Recipe::kMx}),
     [](const auto& info) { return message(info.param.model, "_", to_string(info.param.recipe)); });
 
 TEST_F(TrainingTest, ModesChangeNoBit) {
   for (const Case& c : {Case{"llama_fp8", Recipe::kBlock}, Case{"llama", Recipe::kBlock},
-                        Case{"qwen2", Recipe::kBf16}}) {
+                        Case{"qwen2", Recipe::kBf16}, Case{"qwen3", Recipe::kMx}}) {
     if (!runs_on(device(), c))
       continue;
     std::optional<Curve> first;
@@ -508,6 +509,18 @@ TEST_F(TrainingTest, OptionsThatDifferAreNamedBeforeAnyCollective) {
   }
   // All ranks left in the same place: the world is as it was.
   EXPECT_GT(testing::train(world(), options(), 1).losses[0], 0);
+}
+
+TEST_F(TrainingTest, MxOfAnFp8CheckpointIsRefused) {
+  FinetuneOptions asked = options("llama_fp8");
+  asked.execution.recipe = Recipe::kMx;
+  try {
+    TinyRun run(world(), asked);
+    FAIL() << "stored 128x128 codes were quantised again";
+  } catch (const ConfigError& error) {
+    EXPECT_NE(std::string(error.what()).find("use --recipe block"), std::string::npos)
+        << error.what();
+  }
 }
 
 }  // namespace

@@ -68,7 +68,7 @@ struct Golden {
 struct OneRank {
   OneRank(const Golden& golden_, bool fp8) : golden(golden_) {
     DecoderOptions options;
-    options.fp8 = fp8;
+    options.linear = fp8 ? Storage::kFp8Block : Storage::kPlain;
     options.activations = test_device.is_host() ? DType::kF32 : DType::kBF16;
     world = World::create(LaunchEnvironment{}, test_device.kind);
     gather = world->communicator("gather");

@@ -323,6 +323,27 @@ TEST_P(Fp8MatrixUsage, ToTheHostAndBack) {
   }
 }
 
+// The format travels too: what is rebuilt from a travelled copy is of the same format.
+TEST(Fp8Matrix, AnE5M2MatrixStaysOne) {
+  Bench bench;
+  testing::Fp8Tensor e5m2(bench, Grouping::k128x128, kRows, kCols, Fp8Format::kE5M2);
+  const Fp8View view = e5m2.view();
+  const Tensor x = bench.upload(testing::many_scales(kRows, kCols, 3), {kRows, kCols});
+  QuantizeOptions options;
+  options.format = Fp8Format::kE5M2;
+  quantize(&view, nullptr, x, options, bench.stream);
+  Fp8Matrix matrix("e5m2", kRows, kCols, Grouping::k128x128, bench.ctx.device());
+  matrix.bind_rowwise(view.codes, view.scales);
+  Arena host_arena(kHost);
+  Fp8Matrix on_host = matrix.copy_to(host_arena, bench.stream);
+  bench.stream.synchronize();
+  EXPECT_EQ(on_host.format(), Fp8Format::kE5M2);
+  Fp8Matrix back = on_host.copy_to(bench.arena, bench.stream);
+  back.update_usage(std::nullopt, true, bench.ctx);
+  EXPECT_EQ(back.columnwise().codes.dtype, DType::kE5M2);
+  EXPECT_EQ(download(bench, back.rowwise()), download(bench, view));
+}
+
 TEST(Fp8Matrix, AStaleCopyDoesNotTravel) {
   Matrices m(Grouping::k128x128);
   Fp8Matrix matrix = m.make(Grouping::k128x128, {true, true});

@@ -154,6 +154,35 @@ TEST(Gemm, EveryPairAndResult) {
   }
 }
 
+// The oracle stores results with the code of the host product, so what is added after the sum is
+// checked by hand: with x = 0 the result is the bias, rounded, plus beta times what was there.
+TEST(Gemm, BiasAndBetaByHand) {
+  Bench bench;
+  const int64_t m = 24, n = 136, k = 128;
+  for (const Pair pair : kPairs) {
+    Fp8Tensor x(bench, pair.x, m, k), w = Operand(n, k, pair.w, 2).upload(bench);
+    const Fp8View x_view = x.view();
+    const Tensor zeros = bench.upload(std::vector<float>(m * k, 0.0f), {m, k});
+    quantize(&x_view, nullptr, zeros, {}, bench.stream);
+    for (const float beta : {0.0f, 1.0f, -0.5f}) {
+      std::vector<float> bias_values = testing::many_scales(1, n, 11);
+      std::vector<float> start = testing::many_scales(m, n, 12);
+      const Tensor bias = upload_as(bench, bias_values, DType::kBF16, {n});
+      const Tensor y = upload_as(bench, start, DType::kBF16, {m, n});
+      GemmOptions options;
+      options.beta = beta;
+      options.bias = bias;
+      fp8_gemm(y, x.view(), w.view(), options, bench.ctx);
+      const std::vector<uint16_t> got = bench.download<uint16_t>(y);
+      int64_t off = 0;
+      for (int64_t i = 0; i < m * n; ++i) {
+        off += got[i] != bf16(bias_values[i % n] + beta * start[i]).bits;
+      }
+      EXPECT_EQ(off, 0) << to_string(pair.x) << " by " << to_string(pair.w) << ", beta " << beta;
+    }
+  }
+}
+
 TEST(Gemm, ShapesOfSmallModels) {
   for (const Shape mnk : {Shape{64, 576, 192}, Shape{33, 192, 576}, Shape{1, 576, 576},
                           Shape{7, 200, 144}, Shape{129, 136, 1536}, Shape{255, 64, 128}}) {

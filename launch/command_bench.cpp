@@ -5,8 +5,10 @@
 
 #include "bench_collectives.h"
 #include "commands.h"
+#include "core/log.h"
 #include "finetune/job.h"
 #include "fp8/bench.h"
+#include "layers/attention_bench.h"
 #include "options.h"
 #include "ranks.h"
 
@@ -28,11 +30,12 @@ struct Arguments {
 
 bool parse(int argc, char** argv, Arguments& arguments) {
   OptionSet set(
-      "bench collectives|kernels|gemm|step [options]",
+      "bench collectives|kernels|gemm|attention|step [options]",
       "step         a training step of a model shape: bench step --help\n"
       "collectives  checks the collectives over all ranks, then measures them\n"
       "kernels      FP8 quantisers, dequantise and rebuild, beside the device's own copy\n"
-      "gemm         the FP8 GEMM at the layer shapes of Llama-3.1-8B and 70B");
+      "gemm         the FP8 GEMM at the layer shapes of Llama-3.1-8B and 70B\n"
+      "attention    forward and backward at the heads of Llama-3.1-8B, beside our own kernels");
   set.positional("WHAT", arguments.what);
   set.add("repeats", "N", "timed repeats; the median counts", arguments.repeats);
   set.add("mib", "N", "collectives: MiB of the larger operand", arguments.mebibytes);
@@ -45,9 +48,10 @@ bool parse(int argc, char** argv, Arguments& arguments) {
                  arguments.transport, parse_transport);
   if (!set.parse(argc, argv, std::cout))
     return false;
-  ROWSHARD_CHECK(
-      arguments.what == "collectives" || arguments.what == "kernels" || arguments.what == "gemm",
-      ConfigError, "bench ", arguments.what, ": use one of collectives, kernels, gemm, step");
+  ROWSHARD_CHECK(arguments.what == "collectives" || arguments.what == "kernels" ||
+                     arguments.what == "gemm" || arguments.what == "attention",
+                 ConfigError, "bench ", arguments.what,
+                 ": use one of collectives, kernels, gemm, attention, step");
   ROWSHARD_CHECK(arguments.mebibytes >= 1 && arguments.mebibytes <= 65536, ConfigError, "--mib ",
                  arguments.mebibytes, ": must be 1 to 65536");
   ROWSHARD_CHECK(arguments.repeats >= 1, ConfigError, "--repeats ", arguments.repeats,
@@ -121,6 +125,30 @@ void bench_kernels_command(const BenchOptions& options, const Arguments& argumen
                     {"gb_per_s", r.gb_per_s},
                     {"copy_gb_per_s", r.copy_gb_per_s},
                     {"of_copy", r.of_copy}});
+  }
+  write_json(arguments, ctx.device(), Json::object(), rows);
+}
+
+void bench_attention_command(const Arguments& arguments, Context& ctx) {
+  std::printf("%s, median of %d\n", device_name(ctx.device()).c_str(), arguments.repeats);
+  std::printf("%-12s %10s %10s %10s %12s %12s %12s\n", "segments", "fwd us", "bwd us", "host us",
+              "own fwd us", "own bwd us", "scratch MiB");
+  Json rows = Json::array();
+  for (const AttentionMeasurement& r : bench_attention(arguments.repeats, ctx)) {
+    std::printf("%-12s %10.1f %10.1f %10.1f %12.1f %12.1f %12.1f\n", r.packing.c_str(),
+                r.forward_us, r.backward_us, r.host_us, r.own_forward_us, r.own_backward_us,
+                static_cast<double>(r.scratch_bytes) / (1 << 20));
+    rows.push_back({{"segments", r.packing},
+                    {"tokens", r.tokens},
+                    {"heads", r.heads},
+                    {"kv_heads", r.kv_heads},
+                    {"head_dim", r.head_dim},
+                    {"forward_us", r.forward_us},
+                    {"backward_us", r.backward_us},
+                    {"host_us", r.host_us},
+                    {"own_forward_us", r.own_forward_us},
+                    {"own_backward_us", r.own_backward_us},
+                    {"scratch_bytes", r.scratch_bytes}});
   }
   write_json(arguments, ctx.device(), Json::object(), rows);
 }
@@ -216,6 +244,7 @@ int command_bench(int argc, char** argv) {
                         [&](World& world) { bench_collectives_command(world, arguments); });
   }
   require_one_process(argv[0]);
+  set_log_sink([](const std::string& line) { std::cerr << "rowshard: " << line << std::endl; });
   const Device device{resolve_device(arguments.device), 0};
   set_device(device);
   Arena arena(device);
@@ -236,6 +265,8 @@ int command_bench(int argc, char** argv) {
   }
   if (arguments.what == "kernels") {
     bench_kernels_command(options, arguments, ctx);
+  } else if (arguments.what == "attention") {
+    bench_attention_command(arguments, ctx);
   } else {
     bench_gemm_command(options, shapes, arguments, ctx);
   }

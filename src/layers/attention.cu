@@ -6,7 +6,7 @@
 // has 4 warps, a warp 16 rows.
 #include <climits>
 
-#include "layers/attention.h"
+#include "layers/attention_cuda.h"
 #include "layers/kernel.cuh"
 #include "layers/mma.cuh"
 
@@ -24,8 +24,8 @@ struct Problem {
   const bf16* v;
   const bf16* o;  // backward only
   const bf16* d_o;
-  const float* lse;       // [heads, T]; backward only
-  const float* delta;     // [heads, T] do · o; backward only
+  const float* lse;       // [T, heads]; backward only
+  const float* delta;     // [T, heads] do · o; backward only
   const int32_t* starts;  // [T]
   const int32_t* ends;    // [T]
   int tokens;
@@ -129,17 +129,17 @@ __global__ void __launch_bounds__(kAttentionThreads)
     total[half] = row_sum(total[half]);
     inverse[half] = 1 / total[half];
     if (threadIdx.x % 4 == 0 && row + 8 * half < p.tokens) {
-      lse[int64_t{head} * p.tokens + row + 8 * half] = (maximum[half] + log2f(total[half])) * kLn2;
+      lse[(row + 8 * half) * int64_t{p.heads} + head] = (maximum[half] + log2f(total[half])) * kLn2;
     }
   }
   store_rows<D>(o + head * D, stride, row, p.tokens, sum, inverse);
 }
 
-// delta[h, t] = do · o: a warp a row.
-__global__ void delta_kernel(float* delta, const bf16* d_o, const bf16* o, int tokens, int heads,
+// delta[t, h] = do · o: a warp a row.
+__global__ void delta_kernel(float* delta, const bf16* d_o, const bf16* o, int64_t rows,
                              int head_dim) {
   const int64_t row = (blockIdx.x * int64_t{blockDim.x} + threadIdx.x) / 32;
-  if (row >= int64_t{tokens} * heads)
+  if (row >= rows)
     return;
   float dot = 0;
   for (int i = threadIdx.x % 32; i < head_dim; i += 32) {
@@ -147,7 +147,7 @@ __global__ void delta_kernel(float* delta, const bf16* d_o, const bf16* o, int t
   }
   dot = warp_sum(dot);
   if (threadIdx.x % 32 == 0)
-    delta[row % heads * tokens + row / heads] = dot;
+    delta[row] = dot;
 }
 
 template <int D>
@@ -168,8 +168,8 @@ __global__ void __launch_bounds__(kAttentionThreads) dq_kernel(Problem p, bf16* 
     const int at = row + 8 * half;
     const bool inside = at < p.tokens;
     start[half] = inside ? p.starts[at] : INT_MAX;
-    lse[half] = inside ? p.lse[int64_t{head} * p.tokens + at] * kLog2E : 0;
-    delta[half] = inside ? p.delta[int64_t{head} * p.tokens + at] : 0;
+    lse[half] = inside ? p.lse[int64_t{at} * p.heads + head] * kLog2E : 0;
+    delta[half] = inside ? p.delta[int64_t{at} * p.heads + head] : 0;
   }
   load_tile<kRows, D>(q_tile, p.q + head * D, stride, first, p.tokens);
   load_tile<kRows, D>(do_tile, p.d_o + head * D, stride, first, p.tokens);
@@ -236,7 +236,7 @@ __global__ void __launch_bounds__(kAttentionThreads) dkv_kernel(Problem p, bf16*
       load_tile<kQueries<D>, D>(do_tile, p.d_o + head * D, stride, query, p.tokens);
       for (int i = threadIdx.x; i < kQueries<D>; i += blockDim.x) {
         const bool inside = query + i < p.tokens;
-        const int64_t at = int64_t{head} * p.tokens + query + i;
+        const int64_t at = int64_t{query + i} * p.heads + head;
         lse[i] = inside ? p.lse[at] * kLog2E : 0;
         delta[i] = inside ? p.delta[at] : 0;
       }
@@ -260,11 +260,18 @@ __global__ void __launch_bounds__(kAttentionThreads) dkv_kernel(Problem p, bf16*
   store_rows<D>(dv + kv_head * D, kv_stride, row, p.tokens, sum_v, {1, 1});
 }
 
+/// Whoever runs, the same operands.
+void check_head_dim(const ConstView& q) {
+  ROWSHARD_CHECK(q.dtype == DType::kBF16, ShapeError, "attention on cuda takes bf16; got q ",
+                 describe(q));
+  const int64_t d = q.dim(2);
+  ROWSHARD_CHECK(d == 16 || d == 32 || d == 64 || d == 128, ShapeError,
+                 "attention on cuda takes head sizes 16, 32, 64 and 128; got q ", describe(q));
+}
+
 /// f.operator()<D>() for the head sizes there are kernels for.
 template <typename F>
 void for_head_dim(const ConstView& q, F&& f) {
-  ROWSHARD_CHECK(q.dtype == DType::kBF16, ShapeError, "attention on cuda takes bf16; got q ",
-                 describe(q));
   switch (q.dim(2)) {
     case 16:
       return f.template operator()<16>();
@@ -272,11 +279,8 @@ void for_head_dim(const ConstView& q, F&& f) {
       return f.template operator()<32>();
     case 64:
       return f.template operator()<64>();
-    case 128:
-      return f.template operator()<128>();
     default:
-      throw ShapeError(
-          message("attention on cuda takes head sizes 16, 32, 64 and 128; got q ", describe(q)));
+      return f.template operator()<128>();
   }
 }
 
@@ -314,39 +318,104 @@ void launch(Kernel kernel, int rows, int heads, int elements, Stream& stream, Ar
 
 }  // namespace
 
+void own_attention(const AttentionOperands& x, const Segments& segments, float* delta,
+                   Context& ctx) {
+  check_head_dim(x.q);
+  for_head_dim(x.q, [&]<int D>() {
+    Problem p = problem_of(x.q, x.k, x.v, segments, x.scale);
+    if (!x.backward()) {
+      launch(forward_kernel<D>, p.tokens, p.heads, 3 * kRows * kTileStride<D>, ctx.stream, p,
+             x.o.as<bf16>(), x.lse.as<float>());
+      CUDA_CHECK_LAUNCH("attention");
+      return;
+    }
+    p.o = x.o.as<bf16>();
+    p.d_o = x.d_o.as<bf16>();
+    p.lse = x.lse.as<float>();
+    p.delta = delta;
+    const int64_t rows = int64_t{p.tokens} * p.heads;
+    delta_kernel<<<static_cast<unsigned>(ceil_div(rows, kThreads / 32)), kThreads, 0,
+                   native(ctx.stream)>>>(delta, p.d_o, p.o, rows, D);
+    launch(dq_kernel<D>, p.tokens, p.heads, 4 * kRows * kTileStride<D>, ctx.stream, p,
+           x.dq.as<bf16>());
+    launch(dkv_kernel<D>, p.tokens, p.kv_heads, 2 * (kRows + kQueries<D>)*kTileStride<D>,
+           ctx.stream, p, x.dk.as<bf16>(), x.dv.as<bf16>());
+    CUDA_CHECK_LAUNCH("attention_backward");
+  });
+}
+
+namespace {
+
+__global__ void table_kernel(int64_t* offsets, int64_t* kv_offsets, int64_t* lse_offsets,
+                             int32_t* lengths, const int32_t* by_length, int64_t tokens,
+                             int64_t entries, int64_t heads, int64_t kv_heads, int64_t head_dim) {
+  const int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
+  if (i >= entries)
+    return;
+  const int64_t start = i < tokens ? by_length[2 * i] : tokens;
+  offsets[i] = start * heads * head_dim;
+  kv_offsets[i] = start * kv_heads * head_dim;
+  lse_offsets[i] = start * heads;
+  lengths[i] = i < tokens ? by_length[2 * i + 1] : 0;
+}
+
+void* writable(const ConstView& view) {
+  return const_cast<void*>(view.data);
+}
+
+/// Views of what a pass reads and writes; o and lse are written by forward only.
+AttentionOperands operands_of(const ConstView& o, const ConstView& lse, const ConstView& q,
+                              const ConstView& k, const ConstView& v, double scale) {
+  AttentionOperands x{};
+  x.o = View(writable(o), o.dtype, o.shape, o.device);
+  x.lse = View(writable(lse), lse.dtype, lse.shape, lse.device);
+  x.q = q;
+  x.k = k;
+  x.v = v;
+  x.scale = scale;
+  return x;
+}
+
+}  // namespace
+
+void attention_table(const View& table, const ConstView& by_length, int64_t entries, int64_t heads,
+                     int64_t kv_heads, int64_t head_dim, Stream& stream) {
+  const int64_t tokens = by_length.dim(0), room = AttentionScratch::table_entries(tokens);
+  auto* offsets = reinterpret_cast<int64_t*>(table.byte_data());
+  table_kernel<<<static_cast<unsigned>(ceil_div(entries, kThreads)), kThreads, 0, native(stream)>>>(
+      offsets, offsets + room, offsets + 2 * room, reinterpret_cast<int32_t*>(offsets + 3 * room),
+      by_length.as<int32_t>(), tokens, entries, heads, kv_heads, head_dim);
+  CUDA_CHECK_LAUNCH("attention_table");
+}
+
 void attention(const View& o, const View& lse, const ConstView& q, const ConstView& k,
                const ConstView& v, const Segments& segments, double scale, Context& ctx) {
-  for_head_dim(q, [&]<int D>() {
-    check_alignment({o, q, k, v});
-    const Problem p = problem_of(q, k, v, segments, scale);
-    launch(forward_kernel<D>, p.tokens, p.heads, 3 * kRows * kTileStride<D>, ctx.stream, p,
-           o.as<bf16>(), lse.as<float>());
-  });
-  CUDA_CHECK_LAUNCH("attention");
+  check_head_dim(q);
+  check_alignment({o, q, k, v});
+  const AttentionScratch scratch(q, k, /*backward=*/false, ctx);
+  const AttentionOperands x = operands_of(o, lse, q, k, v, scale);
+  if (!cudnn_attention(x, segments, scratch, ctx))
+    own_attention(x, segments, nullptr, ctx);
 }
 
 void attention_backward(const View& dq, const View& dk, const View& dv, const ConstView& d_o,
                         const ConstView& q, const ConstView& k, const ConstView& v,
                         const ConstView& o, const ConstView& lse, const Segments& segments,
                         double scale, Context& ctx) {
-  const Tensor delta =
-      ctx.arena.tensor(Category::kWorkspace, "attention.delta", DType::kF32, lse.shape);
-  for_head_dim(q, [&]<int D>() {
-    check_alignment({dq, dk, dv, d_o, q, k, v, o});
-    Problem p = problem_of(q, k, v, segments, scale);
-    p.o = o.as<bf16>();
-    p.d_o = d_o.as<bf16>();
-    p.lse = lse.as<float>();
-    p.delta = delta.as<float>();
-    const int64_t rows = int64_t{p.tokens} * p.heads;
-    delta_kernel<<<static_cast<unsigned>(ceil_div(rows, kThreads / 32)), kThreads, 0,
-                   native(ctx.stream)>>>(delta.as<float>(), p.d_o, p.o, p.tokens, p.heads, D);
-    launch(dq_kernel<D>, p.tokens, p.heads, 4 * kRows * kTileStride<D>, ctx.stream, p,
-           dq.as<bf16>());
-    launch(dkv_kernel<D>, p.tokens, p.kv_heads, 2 * (kRows + kQueries<D>)*kTileStride<D>,
-           ctx.stream, p, dk.as<bf16>(), dv.as<bf16>());
-  });
-  CUDA_CHECK_LAUNCH("attention_backward");
+  check_head_dim(q);
+  check_alignment({dq, dk, dv, d_o, q, k, v, o});
+  const AttentionScratch scratch(q, k, /*backward=*/true, ctx);
+  AttentionOperands x = operands_of(o, lse, q, k, v, scale);
+  x.dq = dq;
+  x.dk = dk;
+  x.dv = dv;
+  x.d_o = d_o;
+  if (!cudnn_attention(x, segments, scratch, ctx)) {
+    // Where cuDNN was expected its workspace is there instead, and larger.
+    float* delta = scratch.delta ? scratch.delta.as<float>()
+                                 : reinterpret_cast<float*>(scratch.workspace.data());
+    own_attention(x, segments, delta, ctx);
+  }
 }
 
 }  // namespace rowshard::cuda

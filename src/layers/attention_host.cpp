@@ -2,7 +2,7 @@
 #include <cmath>
 #include <vector>
 
-#include "layers/attention.h"
+#include "layers/attention_scratch.h"
 #include "layers/dispatch.h"
 #include "layers/host_math.h"
 #include "layers/host_product.h"
@@ -105,7 +105,7 @@ void forward_head(T* o, T* lse, const T* q, const T* v, int64_t length, T scale,
       for (int64_t j = 0; j < visible; ++j)
         maximum = std::max(maximum, row[j] * scale);
       const T total = exponentiate(row, scale, maximum, visible, keys);
-      lse[first + i] = maximum + std::log(total);
+      lse[(first + i) * d.heads] = maximum + std::log(total);
       const T inverse = 1 / total;
 #pragma omp simd
       for (int64_t j = 0; j < visible; ++j)
@@ -134,7 +134,7 @@ void backward_head(T* dq, T* dk, T* dv, const T* d_o, const T* q, const T* k, co
     for (int64_t i = 0; i < rows; ++i) {
       T* row = p + i * padded;
       T* drow = dp + i * padded;
-      exponentiate(row, scale, lse[first + i], first + i + 1, keys);
+      exponentiate(row, scale, lse[(first + i) * d.heads], first + i + 1, keys);
       // Σ_j p_j · dp_j = do · o, without another pass over the keys.
       T delta = 0;
 #pragma omp simd reduction(+ : delta)
@@ -171,7 +171,7 @@ void forward(T* o, T* lse, const T* q, const T* k, const T* v, const Segments& s
         transpose(scratch.k_transposed.data(), scratch.padded, k + kv_at, length, d);
         for (int64_t head = kv_head * d.group(); head < (kv_head + 1) * d.group(); ++head) {
           const int64_t at = bounds[s] * d.row() + head * d.head_dim;
-          forward_head(o + at, lse + head * d.tokens + bounds[s], q + at, v + kv_at, length, scale,
+          forward_head(o + at, lse + bounds[s] * d.heads + head, q + at, v + kv_at, length, scale,
                        d, scratch);
         }
       }
@@ -199,7 +199,7 @@ void backward(T* dq, T* dk, T* dv, const T* d_o, const T* q, const T* k, const T
         for (int64_t head = kv_head * d.group(); head < (kv_head + 1) * d.group(); ++head) {
           const int64_t at = bounds[s] * d.row() + head * d.head_dim;
           backward_head(dq + at, dk + kv_at, dv + kv_at, d_o + at, q + at, k + kv_at, o + at,
-                        lse + head * d.tokens + bounds[s], length, scale, d, scratch);
+                        lse + bounds[s] * d.heads + head, length, scale, d, scratch);
         }
       }
     }
@@ -210,29 +210,18 @@ Dims dims_of(const ConstView& q, const ConstView& k) {
   return {q.dim(0), q.dim(1), k.dim(1), q.dim(2)};
 }
 
-/// A bf16 operand as f32 for the time of a call.
-struct Wide {
-  Tensor scratch;
-  View view;
-
-  Wide(const ConstView& x, bool read, Context& ctx)
-      : scratch(ctx.arena.tensor(Category::kWorkspace, "attention.widened", DType::kF32, x.shape)),
-        view(scratch) {
-    if (read)
-      convert(view, x, ctx.stream);
-  }
-};
-
 }  // namespace
 
 void attention(const View& o, const View& lse, const ConstView& q, const ConstView& k,
                const ConstView& v, const Segments& segments, double scale, Context& ctx) {
   const Dims d = dims_of(q, k);
   if (q.dtype == DType::kBF16) {
-    const Wide wide_o(o, false, ctx), wide_q(q, true, ctx), wide_k(k, true, ctx),
-        wide_v(v, true, ctx);
-    host::attention(wide_o.view, lse, wide_q.view, wide_k.view, wide_v.view, segments, scale, ctx);
-    convert(o, wide_o.view, ctx.stream);
+    const AttentionScratch wide(q, k, /*backward=*/false, ctx);
+    convert(wide.q, q, ctx.stream);
+    convert(wide.k, k, ctx.stream);
+    convert(wide.v, v, ctx.stream);
+    host::attention(wide.o, lse, wide.q, wide.k, wide.v, segments, scale, ctx);
+    convert(o, wide.o, ctx.stream);
     return;
   }
   const auto run = [&](auto type) {
@@ -249,14 +238,19 @@ void attention_backward(const View& dq, const View& dk, const View& dv, const Co
                         double scale, Context& ctx) {
   const Dims d = dims_of(q, k);
   if (q.dtype == DType::kBF16) {
-    const Wide wide_dq(dq, false, ctx), wide_dk(dk, false, ctx), wide_dv(dv, false, ctx);
-    const Wide wide_do(d_o, true, ctx), wide_q(q, true, ctx), wide_k(k, true, ctx),
-        wide_v(v, true, ctx), wide_o(o, true, ctx);
-    host::attention_backward(wide_dq.view, wide_dk.view, wide_dv.view, wide_do.view, wide_q.view,
-                             wide_k.view, wide_v.view, wide_o.view, lse, segments, scale, ctx);
-    convert(dq, wide_dq.view, ctx.stream);
-    convert(dk, wide_dk.view, ctx.stream);
-    convert(dv, wide_dv.view, ctx.stream);
+    const AttentionScratch wide(q, k, /*backward=*/true, ctx);
+    for (const auto& [to, from] : {std::pair<View, ConstView>{wide.d_o, d_o},
+                                   {wide.q, q},
+                                   {wide.k, k},
+                                   {wide.v, v},
+                                   {wide.o, o}}) {
+      convert(to, from, ctx.stream);
+    }
+    host::attention_backward(wide.dq, wide.dk, wide.dv, wide.d_o, wide.q, wide.k, wide.v, wide.o,
+                             lse, segments, scale, ctx);
+    convert(dq, wide.dq, ctx.stream);
+    convert(dk, wide.dk, ctx.stream);
+    convert(dv, wide.dv, ctx.stream);
     return;
   }
   const auto run = [&](auto type) {
@@ -276,13 +270,20 @@ bool fits(const ConstView& o, const ConstView& lse, const ConstView& q, const Co
   return q.shape.rank() == 3 && k.shape.rank() == 3 && same_operands(q, {o}) &&
          same_operands(k, {v}) && k.dtype == q.dtype && k.device == q.device &&
          k.dim(0) == q.dim(0) && k.dim(2) == q.dim(2) && k.dim(1) > 0 && q.dim(1) % k.dim(1) == 0 &&
-         lse.shape == Shape{q.dim(1), q.dim(0)} && lse.dtype == accumulator_dtype(q.dtype) &&
+         lse.shape == Shape{q.dim(0), q.dim(1)} && lse.dtype == accumulator_dtype(q.dtype) &&
          lse.device == q.device && segments.tokens() == q.dim(0) &&
          segments.starts().device == q.device;
 }
 
+void plan_scratch(const ConstView& q, const ConstView& k, bool backward, Context& ctx) {
+  if (ctx.device().index == 0)
+    host::AttentionScratch(q, k, backward, ctx);
+  else
+    cuda::AttentionScratch(q, k, backward, ctx);
+}
+
 constexpr const char* kRule =
-    "q and o [T, Hq, D], k and v [T, Hkv, D] with Hkv a divisor of Hq, lse [Hq, T], segments of T "
+    "q and o [T, Hq, D], k and v [T, Hkv, D] with Hkv a divisor of Hq, lse [T, Hq], segments of T "
     "tokens";
 
 }  // namespace
@@ -292,6 +293,8 @@ void attention(const View& o, const View& lse, const ConstView& q, const ConstVi
   check_operands(
       fits(o, lse, q, k, v, segments), "attention", kRule,
       {{"o", o}, {"lse", lse}, {"q", q}, {"k", k}, {"v", v}, {"segments", segments.starts()}});
+  if (q.device.is_plan())
+    return plan_scratch(q, k, /*backward=*/false, ctx);
   ROWSHARD_DISPATCH(q.device, attention(o, lse, q, k, v, segments, scale, ctx));
 }
 
@@ -312,6 +315,8 @@ void attention_backward(const View& dq, const View& dk, const View& dv, const Co
        {"o", o},
        {"lse", lse},
        {"segments", segments.starts()}});
+  if (q.device.is_plan())
+    return plan_scratch(q, k, /*backward=*/true, ctx);
   ROWSHARD_DISPATCH(q.device,
                     attention_backward(dq, dk, dv, d_o, q, k, v, o, lse, segments, scale, ctx));
 }

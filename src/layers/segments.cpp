@@ -14,6 +14,8 @@ Segments::Segments(std::vector<int32_t> bounds, Context& ctx) {
   starts_ = row("segments.starts");
   ends_ = row("segments.ends");
   positions_ = row("segments.positions");
+  by_length_ = ctx.arena.tensor(Category::kActivations, "segments.by_length", DType::kI32,
+                                {std::max<int64_t>(tokens, 0), 2});
   assign(std::move(bounds), ctx.stream);
 }
 
@@ -32,23 +34,33 @@ void Segments::assign(std::vector<int32_t> bounds, Stream& stream) {
   ROWSHARD_CHECK(tokens == starts_.shape()[0], ShapeError, "segments of ", starts_.shape()[0],
                  " tokens cannot take bounds of ", tokens, " tokens");
   std::vector<int32_t> starts(tokens), ends(tokens), positions(tokens);
-  int64_t longest = 0;
+  std::vector<std::pair<int32_t, int32_t>> by_length;  // start, length
   for (size_t s = 0; s + 1 < bounds.size(); ++s) {
-    longest = std::max<int64_t>(longest, bounds[s + 1] - bounds[s]);
+    by_length.emplace_back(bounds[s], bounds[s + 1] - bounds[s]);
     for (int32_t t = bounds[s]; t < bounds[s + 1]; ++t) {
       starts[t] = bounds[s];
       ends[t] = bounds[s + 1];
       positions[t] = t - bounds[s];
     }
   }
+  std::stable_sort(by_length.begin(), by_length.end(),
+                   [](const auto& a, const auto& b) { return a.second > b.second; });
+  std::vector<int32_t> pairs, lengths;
+  for (const auto& [start, length] : by_length) {
+    pairs.insert(pairs.end(), {start, length});
+    lengths.push_back(length);
+  }
+  while (static_cast<int64_t>(pairs.size()) < 2 * tokens)
+    pairs.insert(pairs.end(), {static_cast<int32_t>(tokens), 0});
   const auto upload = [&](const Tensor& to, const std::vector<int32_t>& from) {
-    copy(to, ConstView(from.data(), DType::kI32, {tokens}, kHost), stream);
+    copy(to, ConstView(from.data(), DType::kI32, to.shape(), kHost), stream);
   };
   upload(starts_, starts);
   upload(ends_, ends);
   upload(positions_, positions);
+  upload(by_length_, pairs);
   bounds_ = std::move(bounds);
-  longest_ = longest;
+  lengths_ = std::move(lengths);
 }
 
 }  // namespace rowshard

@@ -88,7 +88,7 @@ void block_forward(const View& y, const BlockShape& s, const BlockWeights& weigh
 
   saved.o = make("block.o", tokens, s.heads * s.head_dim);
   saved.lse =
-      ctx.arena.tensor(Category::kActivations, "block.lse", statistics(x.dtype), {s.heads, tokens});
+      ctx.arena.tensor(Category::kActivations, "block.lse", statistics(x.dtype), {tokens, s.heads});
   attention(saved.o.view().reshape(q.shape), saved.lse, q, k, v, segments,
             1.0 / std::sqrt(static_cast<double>(s.head_dim)), ctx);
 

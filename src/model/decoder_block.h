@@ -45,7 +45,7 @@ struct BlockSaved {
   Tensor q_raw, k_raw;    // [T, heads·D] before q/k norm, only with q_norm
   Tensor q_rstd, k_rstd;  // [T·heads], only with q_norm
   Tensor q, k, v, o;      // [T, heads·D], after RoPE
-  Tensor lse;             // [heads, T]
+  Tensor lse;             // [T, heads]
   LinearSaved out;
   LayerNormMlpSaved mlp;
 };

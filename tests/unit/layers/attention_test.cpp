@@ -1,6 +1,8 @@
 #include "layers/attention.h"
 
+#include "cuda_graph.h"
 #include "layer_test.h"
+#include "layers/attention_calls.h"
 #include "test_device.h"
 
 namespace rowshard {
@@ -41,7 +43,7 @@ struct Problem {
     const Segments segments(bounds, ctx);
     o.assign(q.size(), NAN);
     lse.assign(heads * tokens(), NAN);
-    attention(view_of(o, shape()), view_of(lse, {heads, tokens()}), view_of(q, shape()),
+    attention(view_of(o, shape()), view_of(lse, {tokens(), heads}), view_of(q, shape()),
               view_of(k, kv_shape()), view_of(v, kv_shape()), segments, scale, ctx);
   }
   void backward() {
@@ -54,7 +56,7 @@ struct Problem {
     dv.assign(v.size(), NAN);
     attention_backward(view_of(dq, shape()), view_of(dk, kv_shape()), view_of(dv, kv_shape()),
                        view_of(d_o, shape()), view_of(q, shape()), view_of(k, kv_shape()),
-                       view_of(v, kv_shape()), view_of(o, shape()), view_of(lse, {heads, tokens()}),
+                       view_of(v, kv_shape()), view_of(o, shape()), view_of(lse, {tokens(), heads}),
                        segments, scale, ctx);
   }
   /// o and lse by the definition, one query at a time.
@@ -81,7 +83,7 @@ struct Problem {
                   weight[j - bounds[s]] / total * v[(j * kv_heads + g) * d + c];
             }
           }
-          expected_lse[h * tokens() + t] = std::log(total);
+          expected_lse[t * heads + h] = std::log(total);
         }
       }
     }
@@ -147,7 +149,7 @@ DeviceResult run_on_device(const Problem& p) {
   const DType type = DTypeOf<T>::value;
   const Tensor o = make(type, p.shape()), dq = make(type, p.shape());
   const Tensor dk = make(type, p.kv_shape()), dv = make(type, p.kv_shape());
-  const Tensor lse = make(DType::kF32, {p.heads, p.tokens()});
+  const Tensor lse = make(DType::kF32, {p.tokens(), p.heads});
   attention(o, lse, q, k, v, segments, p.scale, bench.ctx);
   attention_backward(dq, dk, dv, d_o, q, k, v, o, lse, segments, p.scale, bench.ctx);
   const auto wide = [&](const Tensor& t) { return testing::widened(bench.download<T>(t)); };
@@ -179,6 +181,18 @@ TEST(AttentionOnDevice, Bf16StaysNearF64) {
   }
   compare_with_f64<bf16>({0, 128}, 9, 3, 64);
   compare_with_f64<bf16>({0, 7}, 1, 1, 64);
+}
+
+// Odd lengths in no order, among them single tokens and one that is most of the tokens: cuDNN cuts
+// the backward into several calls here, and equal segments of whole tiles go another way.
+TEST(AttentionOnDevice, PackedSegmentsStayNearF64) {
+  for (int64_t d : {64, 128}) {
+    SCOPED_TRACE(d);
+    compare_with_f64<bf16>({0, 3, 4, 41, 300, 301, 333, 590, 720, 1001}, 8, 2, d);
+    compare_with_f64<bf16>({0, 17, 529, 530}, 4, 4, d);
+    compare_with_f64<bf16>({0, 128, 256, 384}, 6, 2, d);
+    compare_with_f64<bf16>({0, 600}, 3, 1, d);
+  }
 }
 
 TEST(AttentionOnDevice, F32StaysNearF64OnTheHost) {
@@ -243,6 +257,143 @@ TEST(AttentionOnDevice, TwoRunsGiveTheSameBits) {
   EXPECT_EQ(first.dq, second.dq);
   EXPECT_EQ(first.dk, second.dk);
   EXPECT_EQ(first.dv, second.dv);
+}
+
+// Recorded once, replayed with other values at the same addresses: the bits of eager calls.
+TEST(AttentionOnDevice, AGraphReplaysTheEagerBits) {
+  for (const std::vector<int32_t>& bounds : {std::vector<int32_t>{0, 37, 38, 201}, {0, 128, 256}}) {
+    Bench bench;
+    const int64_t tokens = bounds.back(), heads = 4, kv_heads = 2, d = 64;
+    const Shape shape{tokens, heads, d}, kv_shape{tokens, kv_heads, d};
+    const Segments segments(bounds, bench.ctx);
+    const auto upload = [&](Shape s, uint32_t seed) {
+      return bench.upload(testing::narrowed<bf16>(testing::random_values(s.elements(), seed)), s);
+    };
+    const Tensor q = upload(shape, 1), k = upload(kv_shape, 2), v = upload(kv_shape, 3),
+                 d_o = upload(shape, 4), o = upload(shape, 5), dq = upload(shape, 6),
+                 dk = upload(kv_shape, 7), dv = upload(kv_shape, 8);
+    const Tensor lse =
+        bench.arena.tensor(Category::kActivations, "lse", DType::kF32, {tokens, heads});
+    const Tensor other = upload(shape, 9), other_kv = upload(kv_shape, 10);
+    const auto work = [&] {
+      attention(o, lse, q, k, v, segments, 0.125, bench.ctx);
+      attention_backward(dq, dk, dv, d_o, q, k, v, o, lse, segments, 0.125, bench.ctx);
+    };
+    const auto results = [&] {
+      std::vector<uint16_t> all;
+      for (const Tensor* x : {&o, &dq, &dk, &dv}) {
+        const auto bits = bench.download<uint16_t>(*x);
+        all.insert(all.end(), bits.begin(), bits.end());
+      }
+      return all;
+    };
+    testing::Graph graph(bench.ctx, work);
+    const auto first = results();
+    copy(q, other, bench.stream);
+    copy(k, other_kv, bench.stream);
+    for (const Tensor* x : {&o, &dq, &dk, &dv})
+      fill_bytes(*x, 0xff, bench.stream);
+    bench.stream.synchronize();
+    graph.replay();
+    const auto replayed = results();
+    EXPECT_NE(first, replayed);
+    for (const Tensor* x : {&o, &dq, &dk, &dv})
+      fill_bytes(*x, 0xff, bench.stream);
+    work();
+    EXPECT_EQ(results(), replayed);
+  }
+}
+
+// The plan device takes the scratch that the device under test takes, for any packing of as many
+// tokens.
+TEST(AttentionOnDevice, ThePlanCountsTheScratch) {
+  for (const int64_t d : {32, 64, 128}) {
+    int64_t planned = -1;
+    for (const bool plan : {true, false}) {
+      for (const std::vector<int32_t>& bounds :
+           {std::vector<int32_t>{0, 256}, {0, 1, 2, 90, 256}, {0, 128, 256}}) {
+        const Device device =
+            plan ? Device{DeviceKind::kPlan, testing::test_device.is_cuda()} : testing::test_device;
+        Arena arena(device);
+        Stream stream(device);
+        Context ctx{arena, stream};
+        const Segments segments(bounds, ctx);
+        const auto make = [&](int64_t heads) {
+          Tensor x = arena.tensor(Category::kActivations, "x", DType::kBF16, {256, heads, d});
+          fill_bytes(x, 0x3c, stream);
+          return x;
+        };
+        const Tensor q = make(6), o = make(6), d_o = make(6), dq = make(6), k = make(2),
+                     v = make(2), dk = make(2), dv = make(2);
+        const Tensor lse = arena.tensor(Category::kActivations, "lse", DType::kF32, {256, 6});
+        attention(o, lse, q, k, v, segments, 0.1, ctx);
+        attention_backward(dq, dk, dv, d_o, q, k, v, o, lse, segments, 0.1, ctx);
+        stream.synchronize();
+        const int64_t peak = arena.bytes(Category::kWorkspace).peak;
+        planned = planned < 0 ? peak : planned;
+        EXPECT_EQ(peak, planned) << to_string(device) << ", heads of " << d;
+      }
+    }
+    EXPECT_GT(planned, 0);
+  }
+}
+
+// Every segment in one call, once; scores inside the limit; ragged counts powers of two.
+TEST(AttentionCalls, CoverEverySegmentOnce) {
+  Arena arena(kHost);
+  Stream stream(kHost);
+  Context ctx{arena, stream};
+  std::mt19937 random(7);
+  for (int round = 0; round < 300; ++round) {
+    std::vector<int32_t> bounds{0};
+    const int segments_wanted = 1 + static_cast<int>(random() % 40);
+    const int longest = 1 << random() % 14;
+    const bool equal = round % 5 == 0;
+    const int32_t same = 128 * (1 + static_cast<int32_t>(random() % 9));
+    for (int s = 0; s < segments_wanted; ++s)
+      bounds.push_back(bounds.back() +
+                       (equal ? same : 1 + static_cast<int32_t>(random() % longest)));
+    const Segments segments(bounds, ctx);
+    const int64_t group = 1 + random() % 8, kv_heads = 1 + random() % 8, heads = group * kv_heads;
+    const int64_t limit = cuda::score_limit(segments.tokens(), heads);
+    if (cuda::score_bytes(group, cuda::length_bucket(segments.longest())) > limit)
+      continue;  // our own kernels' turn
+    for (const bool backward : {false, true}) {
+      const auto calls = backward ? cuda::backward_calls(segments, heads, kv_heads)
+                                  : cuda::forward_calls(segments, kv_heads);
+      int64_t next = 0;
+      for (const cuda::AttentionCall& call : calls) {
+        EXPECT_EQ(call.first, next);
+        next += call.count;
+        EXPECT_EQ(call.dense, equal);
+        EXPECT_EQ(kv_heads % call.kv_heads, 0);
+        for (int64_t s = call.first; s < std::min(next, segments.count()); ++s)
+          EXPECT_LE(segments.lengths()[s], call.length);
+        if (call.dense) {
+          EXPECT_EQ(call.length, same);
+        } else {
+          EXPECT_TRUE(std::has_single_bit(static_cast<uint64_t>(call.count)));
+        }
+        if (backward) {
+          EXPECT_LE(call.count * cuda::score_bytes(group * call.kv_heads, call.length), limit);
+          EXPECT_TRUE(call.kv_heads == kv_heads || call.count == 1);
+        }
+      }
+      EXPECT_GE(next, segments.count());
+      EXPECT_LE(next + 1, cuda::AttentionScratch::table_entries(segments.tokens()));
+      EXPECT_LT(calls.back().first, segments.count());
+    }
+  }
+}
+
+TEST(Segments, InDescendingLength) {
+  Bench bench;
+  const Segments segments({0, 5, 6, 13, 18}, bench.ctx);
+  EXPECT_EQ(segments.lengths(), (std::vector<int32_t>{7, 5, 5, 1}));
+  std::vector<int32_t> wanted{6, 7, 0, 5, 13, 5, 5, 1};
+  while (wanted.size() < 36)
+    wanted.insert(wanted.end(), {18, 0});
+  EXPECT_EQ(bench.download<int32_t>(segments.by_length()), wanted);
 }
 
 TEST(Attention, RefusesHeadsThatDoNotDivide) {

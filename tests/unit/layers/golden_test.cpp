@@ -199,10 +199,16 @@ TYPED_TEST(GoldenLayers, Attention) {
     const Segments segments(golden_integers(name + ".bounds"), bench.ctx);
     const double scale = 1 / std::sqrt(static_cast<double>(q.shape()[2]));
     const Tensor o = this->output(name + ".o");
-    const Tensor lse = this->template make<S>(golden(name + ".lse").shape());
+    const Shape by_head = golden(name + ".lse").shape();
+    const Tensor lse = this->template make<S>({by_head[1], by_head[0]});
     attention(o, lse, q, k, v, segments, scale, bench.ctx);
     this->template expect<T>(name + ".o", o);
-    this->template expect<S>(name + ".lse", lse);
+    std::vector<S> sums = bench.template download<S>(lse), transposed(sums.size());
+    for (int64_t h = 0; h < by_head[0]; ++h) {
+      for (int64_t t = 0; t < by_head[1]; ++t)
+        transposed[h * by_head[1] + t] = sums[t * by_head[0] + h];
+    }
+    this->template expect<S>(name + ".lse", bench.upload(transposed, by_head));
     const Tensor dq = this->output(name + ".dq"), dk = this->output(name + ".dk"),
                  dv = this->output(name + ".dv");
     attention_backward(dq, dk, dv, d_o, q, k, v, o, lse, segments, scale, bench.ctx);

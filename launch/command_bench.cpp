@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include "bench_collectives.h"
+#include "bench_stack.h"
 #include "commands.h"
 #include "core/log.h"
 #include "finetune/job.h"
@@ -30,8 +31,9 @@ struct Arguments {
 
 bool parse(int argc, char** argv, Arguments& arguments) {
   OptionSet set(
-      "bench collectives|kernels|gemm|attention|step [options]",
+      "bench collectives|kernels|gemm|attention|stack|step [options]",
       "step         a training step of a model shape: bench step --help\n"
+      "stack        release or keep columnwise copies, bytes and time: bench stack --help\n"
       "collectives  checks the collectives over all ranks, then measures them\n"
       "kernels      FP8 quantisers, dequantise and rebuild, beside the device's own copy\n"
       "gemm         the FP8 GEMM at the layer shapes of Llama-3.1-8B and 70B\n"
@@ -51,7 +53,7 @@ bool parse(int argc, char** argv, Arguments& arguments) {
   ROWSHARD_CHECK(arguments.what == "collectives" || arguments.what == "kernels" ||
                      arguments.what == "gemm" || arguments.what == "attention",
                  ConfigError, "bench ", arguments.what,
-                 ": use one of collectives, kernels, gemm, attention, step");
+                 ": use one of collectives, kernels, gemm, attention, stack, step");
   ROWSHARD_CHECK(arguments.mebibytes >= 1 && arguments.mebibytes <= 65536, ConfigError, "--mib ",
                  arguments.mebibytes, ": must be 1 to 65536");
   ROWSHARD_CHECK(arguments.repeats >= 1, ConfigError, "--repeats ", arguments.repeats,
@@ -236,6 +238,8 @@ int bench_step_command(int argc, char** argv) {
 int command_bench(int argc, char** argv) {
   if (argc > 1 && std::string(argv[1]) == "step")
     return bench_step_command(argc - 1, argv + 1);
+  if (argc > 1 && std::string(argv[1]) == "stack")
+    return bench_stack_command(argc - 1, argv + 1);
   Arguments arguments;
   if (!parse(argc, argv, arguments))
     return 0;

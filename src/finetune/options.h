@@ -12,7 +12,6 @@
 #include <vector>
 
 #include "comm/world.h"
-#include "fp8/gemm.h"
 #include "layers/linear.h"
 
 namespace rowshard {
@@ -60,8 +59,7 @@ std::string to_string(const ReshardAfterForward& value);  // "true", "false", "8
 ReshardAfterForward parse_reshard_after_forward(const std::string& text);
 
 ColumnwisePolicy parse_columnwise_policy(const std::string& text);
-GemmBackend parse_gemm_backend(const std::string& text);  // "auto", "cublaslt", "own"
-CudaTransport parse_transport(const std::string& text);   // "peer", "nccl", "staged"
+CudaTransport parse_transport(const std::string& text);  // "peer", "nccl", "staged"
 
 /// How the model is laid over the ranks and run. ranks = dp_replicate x dp_shard x tp.
 struct ExecutionOptions {
@@ -72,8 +70,7 @@ struct ExecutionOptions {
   bool sequence_parallel = true;  // no effect with tp = 1
   ReshardAfterForward reshard_after_forward;
   ColumnwisePolicy columnwise = ColumnwisePolicy::kRelease;
-  GemmBackend gemm = GemmBackend::kAuto;  // who computes FP8 products on Hopper
-  int prefetch = 1;                       // units gathered ahead, 0 … 8
+  int prefetch = 1;  // units gathered ahead, 0 … 8
   DeviceChoice device = DeviceChoice::kAuto;
   CudaTransport transport = CudaTransport::kPeer;  // how cuda buffers travel between ranks
 };

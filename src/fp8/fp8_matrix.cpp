@@ -1,7 +1,6 @@
 #include "fp8/fp8_matrix.h"
 
 #include "core/trace.h"
-#include "fp8/rebuild.h"
 
 namespace rowshard {
 
@@ -185,7 +184,7 @@ Fp8Matrix::Copy Fp8Matrix::make_copy(bool rowwise, Context& ctx) const {
 }
 
 void Fp8Matrix::update_usage(std::optional<bool> rowwise, std::optional<bool> columnwise,
-                             Context& ctx) {
+                             Context& ctx, RebuildStart start) {
   if (!rowwise && !columnwise) {
     return;
   }
@@ -239,7 +238,7 @@ void Fp8Matrix::update_usage(std::optional<bool> rowwise, std::optional<bool> co
   if (make_columnwise && have.rowwise && rebuildable(grouping_)) {
     const TraceSpan span(ctx.stream, TraceLane::kCompute, "rebuild",
                          2 * columnwise_view.codes.bytes());
-    rebuild_columnwise(columnwise_view, rowwise_->view, ctx.stream);
+    rebuild_columnwise(columnwise_view, rowwise_->view, ctx.stream, start);
   } else if (make_rowwise && have.columnwise && rebuildable(grouping_)) {
     rebuild_columnwise(new_rowwise->view, columnwise_->view, ctx.stream);
   } else if (make_rowwise || make_columnwise) {

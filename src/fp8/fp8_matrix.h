@@ -20,6 +20,7 @@
 
 #include "core/arena.h"
 #include "fp8/quantize.h"
+#include "fp8/rebuild.h"
 
 namespace rowshard {
 
@@ -104,8 +105,9 @@ class Fp8Matrix {
   // -- changing which copies exist
   /// true: make it if it is missing; false: drop it; nullopt: leave it as it is. Asking for neither
   /// copy is refused. New codes are allocated as `columnwise` or `rowwise_shard`, scales as
-  /// `scales`.
-  void update_usage(std::optional<bool> rowwise, std::optional<bool> columnwise, Context& ctx);
+  /// `scales`. `start` is of a rebuild of the columnwise copy.
+  void update_usage(std::optional<bool> rowwise, std::optional<bool> columnwise, Context& ctx,
+                    RebuildStart start = RebuildStart::kInOrder);
   /// A recorded graph reads the columnwise copy: until it is unpinned it is not dropped, and a
   /// request to drop it is a UsageError. The columnwise copy must be there.
   void pin_columnwise(bool pinned);

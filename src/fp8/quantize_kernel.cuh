@@ -305,6 +305,12 @@ struct Quantizer {
 template <Grouping kGrouping, Fp8Format kFormat, typename T, bool kColumnwise>
 __global__ void __launch_bounds__(kTileThreads)
     quantize_kernel(const __grid_constant__ QuantizeParams p) {
+#if __CUDA_ARCH__ >= 900
+  // A kernel that asks to run beside this one may start (fp8/rebuild.h); all others still wait.
+  if constexpr (kGrouping == Grouping::k1x128) {
+    asm volatile("griddepcontrol.launch_dependents;");
+  }
+#endif
   if (p.skip && *p.skip == 1.0f) {
     return;
   }

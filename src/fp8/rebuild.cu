@@ -39,8 +39,15 @@ __device__ void move_scales_32(const RebuildParams& p) {
   }
 }
 
+/// The bytes of a tile that is whole are read once: they make room in L2 for what is written, which
+/// the next product reads.
+__device__ uint4 load_once(const uint8_t* from, int64_t valid, bool vector) {
+  return vector ? __ldcs(reinterpret_cast<const uint4*>(from)) : load_bytes(from, valid, false);
+}
+
+// Eight blocks a multiprocessor: a 4096×4096 weight is one wave.
 template <bool kMx>
-__global__ void __launch_bounds__(kTileThreads, 6) rebuild_kernel(const RebuildParams p) {
+__global__ void __launch_bounds__(kTileThreads, 8) rebuild_kernel(const RebuildParams p) {
   __shared__ ByteTile tile;
   const int64_t first_row = blockIdx.y * int64_t{kTile}, first_column = blockIdx.x * int64_t{kTile};
   const TilePosition at = TilePosition::of_thread();
@@ -50,7 +57,7 @@ __global__ void __launch_bounds__(kTileThreads, 6) rebuild_kernel(const RebuildP
   for (int i = 0; i < 4; ++i) {
     const int64_t row = first_row + at.row + i;
     const int64_t valid = row < p.rows ? p.cols - column : 0;
-    rows[i] = load_bytes(p.codes + row * p.cols + column, valid, p.vector_rows && valid >= 16);
+    rows[i] = load_once(p.codes + row * p.cols + column, valid, p.vector_rows && valid >= 16);
   }
   if constexpr (kMx) {
     move_scales_32(p);
@@ -60,11 +67,16 @@ __global__ void __launch_bounds__(kTileThreads, 6) rebuild_kernel(const RebuildP
   tile.put_rows(at, rows);
   __syncthreads();
   tile.write_transposed(p.transposed, p.rows, p.cols, first_row, first_column, p.vector_columns);
+#if __CUDA_ARCH__ >= 900
+  // Started beside the kernel before it (kBesideQuantizer), this one is done when that one is.
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 }  // namespace
 
-void rebuild_columnwise(const Fp8View& columnwise, const ConstFp8View& rowwise, Stream& stream) {
+void rebuild_columnwise(const Fp8View& columnwise, const ConstFp8View& rowwise, Stream& stream,
+                        RebuildStart start) {
   RebuildParams p;
   p.codes = static_cast<const uint8_t*>(rowwise.codes.data);
   p.transposed = static_cast<uint8_t*>(columnwise.codes.data);
@@ -77,11 +89,17 @@ void rebuild_columnwise(const Fp8View& columnwise, const ConstFp8View& rowwise, 
   p.vector_rows = p.cols % 16 == 0 && aligned16(p.codes);
   p.vector_columns = p.rows % 16 == 0 && aligned16(p.transposed);
   const dim3 grid(ceil_div(p.cols, kTile), ceil_div(p.rows, kTile));
-  if (is_mx(rowwise.grouping)) {
-    rebuild_kernel<true><<<grid, kTileThreads, 0, native(stream)>>>(p);
-  } else {
-    rebuild_kernel<false><<<grid, kTileThreads, 0, native(stream)>>>(p);
-  }
+  cudaLaunchAttribute beside{};
+  beside.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  beside.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(kTileThreads);
+  config.stream = native(stream);
+  config.attrs = &beside;
+  config.numAttrs = start == RebuildStart::kBesideQuantizer ? 1 : 0;
+  CUDA_CHECK(cudaLaunchKernelEx(
+      &config, is_mx(rowwise.grouping) ? rebuild_kernel<true> : rebuild_kernel<false>, p));
   CUDA_CHECK_LAUNCH("rebuild_columnwise");
 }
 

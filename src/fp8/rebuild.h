@@ -11,8 +11,18 @@
 
 namespace rowshard {
 
+/// When the rebuild may start on cuda.
+enum class RebuildStart {
+  kInOrder,  // after everything queued before it
+  /// Beside the operation queued just before it on the stream, a 1×128 quantisation that neither
+  /// writes what is read here nor touches what is written; after everything before that one. What
+  /// is queued next still comes after both.
+  kBesideQuantizer,
+};
+
 ///   columnwise  [K, N], written, scale padding included
 ///   rowwise     [N, K]
-void rebuild_columnwise(const Fp8View& columnwise, const ConstFp8View& rowwise, Stream& stream);
+void rebuild_columnwise(const Fp8View& columnwise, const ConstFp8View& rowwise, Stream& stream,
+                        RebuildStart start = RebuildStart::kInOrder);
 
 }  // namespace rowshard

@@ -7,7 +7,8 @@ namespace rowshard {
 
 #if ROWSHARD_CUDA
 namespace cuda {
-void rebuild_columnwise(const Fp8View& columnwise, const ConstFp8View& rowwise, Stream& stream);
+void rebuild_columnwise(const Fp8View& columnwise, const ConstFp8View& rowwise, Stream& stream,
+                        RebuildStart start);
 }
 #endif
 
@@ -29,7 +30,8 @@ void transpose(uint8_t* to, const uint8_t* from, int64_t rows, int64_t cols) {
   }
 }
 
-void rebuild_columnwise(const Fp8View& columnwise, const ConstFp8View& rowwise, Stream&) {
+void rebuild_columnwise(const Fp8View& columnwise, const ConstFp8View& rowwise, Stream&,
+                        RebuildStart) {
   const int64_t rows = rowwise.outer(), cols = rowwise.inner();
   transpose(static_cast<uint8_t*>(columnwise.codes.data),
             static_cast<const uint8_t*>(rowwise.codes.data), rows, cols);
@@ -53,7 +55,8 @@ void rebuild_columnwise(const Fp8View& columnwise, const ConstFp8View& rowwise, 
 }  // namespace
 }  // namespace host
 
-void rebuild_columnwise(const Fp8View& columnwise, const ConstFp8View& rowwise, Stream& stream) {
+void rebuild_columnwise(const Fp8View& columnwise, const ConstFp8View& rowwise, Stream& stream,
+                        RebuildStart start) {
   check(rowwise, "rebuild_columnwise: the copy read");
   check(columnwise, "rebuild_columnwise: the copy written");
   ROWSHARD_CHECK(columnwise.grouping == rowwise.grouping && rebuildable(rowwise.grouping),
@@ -70,7 +73,7 @@ void rebuild_columnwise(const Fp8View& columnwise, const ConstFp8View& rowwise, 
   if (rowwise.codes.elements() == 0) {
     return;
   }
-  ROWSHARD_DISPATCH(stream.device(), rebuild_columnwise(columnwise, rowwise, stream));
+  ROWSHARD_DISPATCH(stream.device(), rebuild_columnwise(columnwise, rowwise, stream, start));
 }
 
 }  // namespace rowshard

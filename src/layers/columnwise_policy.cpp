@@ -14,8 +14,6 @@ const char* to_string(ColumnwisePolicy policy) {
       return "resident";
     case ColumnwisePolicy::kDirect:
       return "direct";
-    case ColumnwisePolicy::kAuto:
-      return "auto";
   }
   return "?";
 }

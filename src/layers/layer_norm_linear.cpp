@@ -105,7 +105,8 @@ void layer_norm_linear_backward(const View& dx, std::span<const ConstView> dy,
     plain = plain || (plan.x_again && (linear.lora || plan.x8_again == Usage{}));
     x8.rowwise = x8.rowwise || plan.x8_again.rowwise;
     x8.columnwise = x8.columnwise || plan.x8_again.columnwise;
-    check_plan(linear, plan, ctx);
+    if (x.dim(0) > 0)
+      check_plan(linear, plan, ctx);
   }
   if ((plain || !(x8 == Usage{})) && x.dim(0) > 0) {
     const Tensor again = make_statistics(x, layer.norm, Category::kWorkspace, ctx);

@@ -90,8 +90,10 @@ void layer_norm_mlp_backward(const View& dx, const ConstView& dy, LayerNormMlpSa
   };
   const LinearPlan plan = plan_of(layer.down, true, need_first, true, ctx);
   // All layers before the first is run.
-  for (const Linear& linear : layer.first_layer().linears)
-    check_plan(linear, plan_of(linear, true, dx.data != nullptr, true, ctx), ctx);
+  for (const Linear& linear : layer.first_layer().linears) {
+    if (dy.dim(0) > 0)
+      check_plan(linear, plan_of(linear, true, dx.data != nullptr, true, ctx), ctx);
+  }
   auto input = std::make_shared<LinearInput>();
   input->x8.grouping = activation_grouping({&layer.down}).value_or(Grouping::k1x128);
   if (plan.x_again && tokens > 0) {

@@ -2,7 +2,6 @@
 
 #include "core/matmul.h"
 #include "core/trace.h"
-#include "fp8/dgrad_rowwise.h"
 #include "fp8/gemm.h"
 #include "fp8/quantize.h"
 #include "layers/column_sum.h"
@@ -95,15 +94,9 @@ void base_backward(const View& dx, const ConstView& dy, const QuantizedActivatio
   const LinearWeight& weight = *linear.weight;
   const TraceSpan span(ctx.stream, TraceLane::kCompute,
                        Trace::active() ? weight.name + " dgrad" : std::string());
-  DgradSource source = plan.dgrad;
-  if (source == DgradSource::kAuto)
-    source = dy.dim(0) <= kDirectTokens ? DgradSource::kDirect : DgradSource::kRebuild;
-  switch (source) {
+  switch (plan.dgrad) {
     case DgradSource::kNone:
-    case DgradSource::kAuto:
-      break;
-    case DgradSource::kDirect:
-      fp8_dgrad_rowwise(dx, dy8.rowwise(), weight.quantized()->rowwise(), beta, ctx);
+    case DgradSource::kDirect:  // refused by check_backward until there is such a product
       break;
     case DgradSource::kPlain: {
       const bool from_codes =
@@ -116,7 +109,10 @@ void base_backward(const View& dx, const ConstView& dy, const QuantizedActivatio
     case DgradSource::kColumnwise:
     case DgradSource::kRebuild: {
       Fp8Matrix& matrix = *weight.quantized();
-      matrix.update_usage(std::nullopt, true, ctx);
+      // The quantiser of dy was the last to be queued, and touches neither copy of the weight.
+      const bool beside = plan.dy8 == Usage{true, false} && !Trace::active();
+      matrix.update_usage(std::nullopt, true, ctx,
+                          beside ? RebuildStart::kBesideQuantizer : RebuildStart::kInOrder);
       if (plan.pin)
         matrix.pin_columnwise(true);
       fp8_gemm(dx, dy8.rowwise(), matrix.columnwise(), {.beta = beta, .bias = std::nullopt}, ctx);
@@ -163,9 +159,9 @@ void check_backward(const View& dx, const ConstView& dy, const LinearInput* inpu
                  "] takes dy [T, N]; got ", describe(dy));
   const ConstView same_input(nullptr, dy.dtype, {dy.dim(0), weight.k}, dy.device);
   check_linear("linear_backward", linear, dy, dx.data ? ConstView(dx) : same_input, ctx);
-  check_plan(linear, plan, ctx);
   if (dy.dim(0) == 0)
     return;
+  check_plan(linear, plan, ctx);
   const auto has = [&](Usage wanted) {
     const Usage have = input ? input->x8.usage() : Usage{};
     return (!wanted.rowwise || have.rowwise) && (!wanted.columnwise || have.columnwise);
@@ -193,7 +189,6 @@ LinearPlan plan_of(const Linear& linear, bool backward, bool dgrad, bool input_a
   if (const Fp8Matrix* fp8 = weight.quantized()) {
     facts.fp8 = true;
     facts.rebuildable = rebuildable(fp8->grouping()) && fp8->usage().rowwise;
-    facts.direct = fp8->grouping() == Grouping::k128x128 && fp8->usage().rowwise;
     facts.has_columnwise = fp8->usage().columnwise;
     facts.pinned = fp8->columnwise_pinned();
   }
@@ -211,6 +206,9 @@ LinearPlan plan_of(const Linear& linear, bool backward, bool dgrad, bool input_a
 
 void check_plan(const Linear& linear, const LinearPlan& plan, Context& ctx) {
   const LinearWeight& weight = *linear.weight;
+  ROWSHARD_CHECK(plan.dgrad != DgradSource::kDirect, ConfigError,
+                 "columnwise policy `direct` is not in this build yet (", weight.name,
+                 "); use `release` or `resident`");
   if (plan.dgrad == DgradSource::kRebuild) {
     ROWSHARD_CHECK(!ctx.stream.capturing() || plan.release, UsageError, weight.name,
                    ": a graph being recorded cannot make a columnwise copy that stays: a later "

@@ -96,7 +96,7 @@ options() {
     { flush() }
     END { flush() }' | grep -vE '^  --(help|config) '
 }
-for command in finetune plan quantize merge evaluate generate validate bench "bench step" inspect; do
+for command in finetune plan quantize merge evaluate generate validate bench "bench stack" "bench step" inspect; do
   while read -r row; do
     checks=$((checks + 1))
     name="${row%% *}" default=""
@@ -105,7 +105,7 @@ for command in finetune plan quantize merge evaluate generate validate bench "be
       fail "docs/program.md: no row of $command $name with the default '$default'"
   done < <(options "$command")
 done
-everything="$(for command in finetune plan quantize merge evaluate generate validate bench "bench step" \
+everything="$(for command in finetune plan quantize merge evaluate generate validate bench "bench stack" "bench step" \
   inspect; do
   options "$command"
 done)"
@@ -129,7 +129,7 @@ refused "--lr is given more than once" "${job[@]}" --lr 1 --lr 2
 refused "unexpected argument 'stray'" "${job[@]}" stray
 refused "--dry-run takes no value" "${job[@]}" --dry-run=true
 refused "--recipe blok: use one of block, mx, bf16" "${job[@]}" --recipe blok
-refused "--columnwise gone: use one of release, resident, direct, auto" "${job[@]}" --columnwise gone
+refused "--columnwise gone: use one of release, resident, direct" "${job[@]}" --columnwise gone
 refused "--lr-schedule cos: use one of cosine" "${job[@]}" --lr-schedule cos
 refused "--recompute all: use one of none, block" "${job[@]}" --recompute all
 refused "--device gpu: use one of auto, cuda, host" "${job[@]}" --device gpu
@@ -206,6 +206,12 @@ run "$program" bench collectives --device host
 [ "$status" -eq 77 ] || fail "bench collectives on one rank: exit code $status, not 77"
 refused "WHAT is missing" bench
 refused "bench nothing: use one of collectives, kernels, gemm" bench nothing
+refused "--features 100: must be a multiple of 16" bench stack --features 100
+refused "the host has no graphs" bench stack --device host --graph true
+run "$program" bench stack --device host --layers 2 --features 128 --tokens 128 --repeats 1 \
+  --steps 1 --json stack.json
+[ "$status" -eq 0 ] && grep -q '"codes_bytes": 32768' stack.json ||
+  fail "bench stack: exit code $status: $err"
 
 # All ranks meet the same error: one line of the program, exit code 2.
 export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1

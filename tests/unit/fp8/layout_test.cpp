@@ -89,6 +89,31 @@ TEST_P(Layout, RebuiltIsQuantizedDirectlyBothWays) {
   }
 }
 
+// Started beside a quantiser, as dgrad does it, a rebuild gives the same bytes, and what comes next
+// on the stream finds both done.
+TEST(Rebuild, BesideAQuantizerGivesTheSameBytes) {
+  for (const Shape dims : {Shape{2048, 1024}, Shape{272, 144}, Shape{129, 1000}}) {
+    Bench bench;
+    const int64_t rows = dims[0], cols = dims[1];
+    const Tensor w = bench.upload(testing::many_scales(rows, cols, 7), dims);
+    const Tensor dy = bench.upload(testing::many_scales(rows, cols, 8), dims);
+    Fp8Tensor row(bench, Grouping::k128x128, rows, cols),
+        col(bench, Grouping::k128x128, cols, rows);
+    Fp8Tensor dy8(bench, Grouping::k1x128, rows, cols), wanted(bench, Grouping::k1x128, rows, cols);
+    const Fp8View row_view = row.view(), col_view = col.view(), dy_view = dy8.view(),
+                  wanted_view = wanted.view();
+    quantize(&row_view, &col_view, w, {}, bench.stream);
+    quantize(&wanted_view, nullptr, dy, {}, bench.stream);
+    for (int repeat = 0; repeat < 3; ++repeat) {
+      Fp8Tensor rebuilt(bench, Grouping::k128x128, cols, rows);
+      quantize(&dy_view, nullptr, dy, {}, bench.stream);
+      rebuild_columnwise(rebuilt.view(), row_view, bench.stream, RebuildStart::kBesideQuantizer);
+      EXPECT_EQ(download(bench, rebuilt.view()), download(bench, col_view)) << dims;
+      EXPECT_EQ(download(bench, dy_view), download(bench, wanted_view)) << dims;
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(AllGroupings, Layout, ::testing::ValuesIn(testing::kGroupings),
                          [](const auto& info) {
                            std::string name = to_string(info.param);

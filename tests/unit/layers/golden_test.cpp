@@ -2,10 +2,7 @@
 // docs/parity.md says what was computed how). Inputs are bf16 values, so each dtype starts from the
 // same numbers. f64 runs on the host only and shows that the formula is the same; f32 and bf16 run
 // on the device under test and show that nothing more than rounding is added.
-#include <fstream>
-#include <map>
-#include <nlohmann/json.hpp>
-
+#include "golden_file.h"
 #include "layer_test.h"
 #include "layers/activation.h"
 #include "layers/attention.h"
@@ -22,58 +19,11 @@ using testing::Bench;
 using testing::Doubles;
 using testing::test_device;
 
-struct GoldenTensor {
-  std::vector<int64_t> dims;
-  Doubles values;
+using testing::GoldenTensor;
 
-  Shape shape() const {
-    switch (dims.size()) {
-      case 1:
-        return {dims[0]};
-      case 2:
-        return {dims[0], dims[1]};
-      default:
-        return {dims.at(0), dims.at(1), dims.at(2)};
-    }
-  }
-};
-
-template <typename T>
-Doubles decode(const std::string& bytes, size_t begin, size_t end) {
-  std::vector<T> values((end - begin) / sizeof(T));
-  std::copy_n(bytes.data() + begin, end - begin, reinterpret_cast<char*>(values.data()));
-  return Doubles(values.begin(), values.end());
-}
-
-// This room knows no files, so the test reads the little it needs of the format itself.
 const GoldenTensor& golden(const std::string& name) {
-  static const std::map<std::string, GoldenTensor> all = [] {
-    const std::string path = ROWSHARD_SOURCE_DIR "/tests/parity/golden/operations.safetensors";
-    std::ifstream in(path, std::ios::binary);
-    const std::string bytes(std::istreambuf_iterator<char>(in), {});
-    if (bytes.size() < 8)
-      throw ConfigError(path + " is missing; tests/parity/make_golden.py writes it");
-    uint64_t length = 0;
-    for (int i = 7; i >= 0; --i)
-      length = length << 8 | static_cast<uint8_t>(bytes[i]);
-    std::map<std::string, GoldenTensor> tensors;
-    const nlohmann::json header = nlohmann::json::parse(bytes.substr(8, length));
-    for (const auto& [key, entry] : header.items()) {
-      if (key == "__metadata__")
-        continue;
-      const size_t begin = 8 + length + entry["data_offsets"][0].get<size_t>();
-      const size_t end = 8 + length + entry["data_offsets"][1].get<size_t>();
-      const std::string dtype = entry["dtype"];
-      GoldenTensor& tensor = tensors[key];
-      tensor.dims = entry["shape"].get<std::vector<int64_t>>();
-      tensor.values = dtype == "F64"   ? decode<double>(bytes, begin, end)
-                      : dtype == "F32" ? decode<float>(bytes, begin, end)
-                      : dtype == "I32" ? decode<int32_t>(bytes, begin, end)
-                                       : throw ConfigError(key + " is " + dtype);
-    }
-    return tensors;
-  }();
-  return all.at(name);
+  static const testing::GoldenFile file("operations", "make_golden.py");
+  return file.at(name);
 }
 
 double golden_scalar(const std::string& name) {

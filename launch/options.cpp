@@ -21,10 +21,14 @@ void add_execution(OptionSet& set, ExecutionOptions& options) {
                  "how bf16 weights become FP8: 128x128 blocks, MX groups of 1x32, or not at all; a "
                  "native FP8 checkpoint is used as it is",
                  options.recipe, parse_recipe);
-  set.add_choice("columnwise", "release|resident|direct",
+  set.add_choice("columnwise", "release|resident|direct|auto",
                  "the columnwise copy that dgrad reads: made just before and released right after, "
-                 "kept, or never made",
+                 "kept, never made, or never made where that is as fast (up to 1,024 tokens)",
                  options.columnwise, parse_columnwise_policy);
+  set.add_choice("gemm", "auto|cublaslt|own",
+                 "who computes FP8 products on Hopper: whichever was measured faster for the "
+                 "shape, cuBLASLt, or our own kernel; docs/kernels.md says what it may change",
+                 options.gemm, parse_gemm_backend);
 
   set.section("Ranks (dp-replicate x dp-shard x tp = ranks started)");
   set.add("dp-shard", "N", "ranks a copy of the base is sharded over; 0 takes those left over",
@@ -116,7 +120,8 @@ void add_finetune(OptionSet& set, FinetuneOptions& options) {
           options.resume);
 
   set.section("Trace and trial");
-  set.add("trace", "FILE", "timeline of gathers, rebuilds, GEMMs and reductions of the first four steps, Chrome's "
+  set.add("trace", "FILE",
+          "timeline of gathers, rebuilds, GEMMs and reductions of the first four steps, Chrome's "
           "format; with several ranks one file each, FILE with .rankN before its ending",
           options.trace);
 }

@@ -83,8 +83,7 @@ DecoderOptions decoder_options(const ExecutionOptions& execution, Recompute reco
   // The host is the oracle: f32 activations. cuda computes in bf16, as the GEMMs produce it.
   options.activations = device == DeviceKind::kHost ? DType::kF32 : DType::kBF16;
   options.plan = plan_policy(execution);
-  ROWSHARD_CHECK(execution.columnwise != ColumnwisePolicy::kDirect, ConfigError,
-                 "--columnwise direct is not in this version; use release or resident");
+  set_gemm_backend(execution.gemm);
   options.columnwise = columnwise_policy(execution.columnwise);
   options.recompute = recompute == Recompute::kBlock;
   return options;

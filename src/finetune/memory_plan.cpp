@@ -73,6 +73,32 @@ int64_t base_parameters(const std::vector<UnitLayout>& units) {
   return count;
 }
 
+std::vector<ProductPlan> planned_products(const std::vector<UnitLayout>& units, int64_t tokens,
+                                          ColumnwisePolicy policy) {
+  std::vector<ProductPlan> products;
+  for (const UnitLayout& unit : units) {
+    for (const WeightSpec& weight : unit.weights()) {
+      if (weight.storage != Storage::kFp8Block)
+        continue;
+      const int64_t n = weight.shape[0], k = weight.shape[1];
+      auto at = std::ranges::find_if(
+          products, [&](const ProductPlan& known) { return known.n == n && known.k == k; });
+      if (at == products.end()) {
+        const std::string dgrad = to_string(gemm_backend_of(tokens, k, n));
+        const bool direct = policy == ColumnwisePolicy::kDirect ||
+                            (policy == ColumnwisePolicy::kAuto && tokens <= kDirectTokens);
+        products.push_back({n, k, 0, to_string(gemm_backend_of(tokens, n, k)),
+                            direct                                  ? "direct"
+                            : policy == ColumnwisePolicy::kResident ? dgrad
+                                                                    : "rebuild, " + dgrad});
+        at = products.end() - 1;
+      }
+      ++at->weights;
+    }
+  }
+  return products;
+}
+
 }  // namespace
 
 MemoryPlan plan_memory(const FinetuneOptions& options, DeviceKind device) {
@@ -136,6 +162,8 @@ MemoryPlan plan_memory(const ModelConfig& config, const FinetuneOptions& options
     plan.categories[i] = planned(arena.bytes(static_cast<Category>(i)));
   }
   plan.total = planned(arena.total());
+  if (device == DeviceKind::kCuda)
+    plan.products = planned_products(plan.units, plan.tokens, model.options().columnwise);
   return plan;
 }
 
@@ -158,6 +186,12 @@ std::string to_table(const MemoryPlan& plan, bool with_usage) {
   }
   row("total", plan.total);
   out << "received over the wire in a step: " << plan.wire_bytes << " bytes\n";
+  if (!plan.products.empty())
+    out << "FP8 products at " << plan.tokens << " tokens (--gemm, --columnwise):\n";
+  for (const ProductPlan& product : plan.products) {
+    out << "  [" << product.n << ", " << product.k << "] x " << product.weights << ": fprop "
+        << product.fprop << "; dgrad " << product.dgrad << "\n";
+  }
   return out.str();
 }
 
@@ -175,6 +209,13 @@ std::string to_json(const MemoryPlan& plan) {
   }
   json["memory"]["total"] = bytes(plan.total);
   json["wire_bytes"] = plan.wire_bytes;
+  for (const ProductPlan& product : plan.products) {
+    json["products"].push_back({{"n", product.n},
+                                {"k", product.k},
+                                {"weights", product.weights},
+                                {"fprop", product.fprop},
+                                {"dgrad", product.dgrad}});
+  }
   for (const PlanStep& step : plan.usage.steps) {
     nlohmann::ordered_json entry;
     entry["unit"] = plan.units[step.use.unit].name();

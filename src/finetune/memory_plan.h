@@ -19,6 +19,13 @@ struct CategoryPlan {
   int64_t peak = 0;    // highest during a step
 };
 
+/// The FP8 products of the weights of one shape at the largest micro-batch, on Hopper.
+struct ProductPlan {
+  int64_t n = 0, k = 0;
+  int weights = 0;
+  std::string fprop, dgrad;  // "own", "cublaslt"; "rebuild, own", "direct"
+};
+
 struct MemoryPlan {
   int ranks = 1;
   int64_t tokens = 0;           // of the largest micro-batch
@@ -29,6 +36,7 @@ struct MemoryPlan {
   int64_t wire_bytes = 0;  // received by a rank in one optimiser step
   UsagePlan usage;         // of training
   std::vector<UnitLayout> units;
+  std::vector<ProductPlan> products;  // none on the host
 };
 
 /// `device` is where the job would run. Reads the model's config.json only, and the token file if

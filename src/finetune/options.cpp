@@ -24,9 +24,13 @@ constexpr Names<LrSchedule, 3> kSchedules{{{LrSchedule::kCosine, "cosine"},
                                            {LrSchedule::kConstant, "constant"}}};
 constexpr Names<Recompute, 2> kRecomputes{
     {{Recompute::kNone, "none"}, {Recompute::kBlock, "block"}}};
-constexpr Names<ColumnwisePolicy, 3> kPolicies{{{ColumnwisePolicy::kRelease, "release"},
+constexpr Names<ColumnwisePolicy, 4> kPolicies{{{ColumnwisePolicy::kRelease, "release"},
                                                 {ColumnwisePolicy::kResident, "resident"},
-                                                {ColumnwisePolicy::kDirect, "direct"}}};
+                                                {ColumnwisePolicy::kDirect, "direct"},
+                                                {ColumnwisePolicy::kAuto, "auto"}}};
+constexpr Names<GemmBackend, 3> kGemmBackends{{{GemmBackend::kAuto, "auto"},
+                                               {GemmBackend::kCublasLt, "cublaslt"},
+                                               {GemmBackend::kOwn, "own"}}};
 constexpr Names<CudaTransport, 3> kTransports{{{CudaTransport::kPeer, "peer"},
                                                {CudaTransport::kNccl, "nccl"},
                                                {CudaTransport::kStaged, "staged"}}};
@@ -96,6 +100,9 @@ Recompute parse_recompute(const std::string& text) {
 }
 ColumnwisePolicy parse_columnwise_policy(const std::string& text) {
   return parse(kPolicies, "--columnwise", text);
+}
+GemmBackend parse_gemm_backend(const std::string& text) {
+  return parse(kGemmBackends, "--gemm", text);
 }
 CudaTransport parse_transport(const std::string& text) {
   return parse(kTransports, "--transport", text);

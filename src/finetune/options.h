@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "comm/world.h"
+#include "fp8/gemm.h"
 #include "layers/linear.h"
 
 namespace rowshard {
@@ -59,7 +60,8 @@ std::string to_string(const ReshardAfterForward& value);  // "true", "false", "8
 ReshardAfterForward parse_reshard_after_forward(const std::string& text);
 
 ColumnwisePolicy parse_columnwise_policy(const std::string& text);
-CudaTransport parse_transport(const std::string& text);  // "peer", "nccl", "staged"
+GemmBackend parse_gemm_backend(const std::string& text);  // "auto", "cublaslt", "own"
+CudaTransport parse_transport(const std::string& text);   // "peer", "nccl", "staged"
 
 /// How the model is laid over the ranks and run. ranks = dp_replicate x dp_shard x tp.
 struct ExecutionOptions {
@@ -70,7 +72,8 @@ struct ExecutionOptions {
   bool sequence_parallel = true;  // no effect with tp = 1
   ReshardAfterForward reshard_after_forward;
   ColumnwisePolicy columnwise = ColumnwisePolicy::kRelease;
-  int prefetch = 1;  // units gathered ahead, 0 … 8
+  GemmBackend gemm = GemmBackend::kAuto;  // who computes FP8 products on Hopper
+  int prefetch = 1;                       // units gathered ahead, 0 … 8
   DeviceChoice device = DeviceChoice::kAuto;
   CudaTransport transport = CudaTransport::kPeer;  // how cuda buffers travel between ranks
 };

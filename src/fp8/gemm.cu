@@ -6,6 +6,7 @@
 #include "core/log.h"
 #include "core/matmul.h"
 #include "fp8/gemm.h"
+#include "fp8/gemm_1d2d.h"
 #include "fp8/gemm_cublaslt.h"
 #include "fp8/gemm_path.h"
 #include "fp8/gemm_scratch.h"
@@ -111,16 +112,44 @@ void say_widened(Grouping x, Grouping w, const char* reason, Device device) {
   }
 }
 
+/// Our own kernel was asked for, and this is not a product of it.
+void say_not_own(const View& y, const ConstFp8View& x, const ConstFp8View& w) {
+  const auto key = message("own gemm ", to_string(y.dtype), to_string(x.codes.dtype),
+                           to_string(x.grouping), to_string(w.grouping));
+  log_once(key,
+           message("FP8 products like y ", describe(y), ", x ", describe(x), ", w ", describe(w),
+                   " run in cuBLASLt: our own kernel takes e4m3 1x128 by 128x128 "
+                   "with N % 16 = 0, into bf16 or f32"));
+}
+
 /// Asked of the driver once a device.
-int capability(Device device) {
-  static std::atomic<int> known[256];
-  std::atomic<int>& mine = known[device.index & 255];
+template <int (*kAsk)(Device)>
+int known(Device device) {
+  static std::atomic<int> answers[256];
+  std::atomic<int>& mine = answers[device.index & 255];
   int value = mine.load(std::memory_order_relaxed);
   if (value == 0) {
-    value = compute_capability(device);
+    value = kAsk(device);
     mine.store(value, std::memory_order_relaxed);
   }
   return value;
+}
+
+void own_gemm(const View& y, const ConstFp8View& x, const ConstFp8View& w,
+              const GemmOptions& options, Context& ctx) {
+  Gemm1d2d product;
+  product.x = x.codes.data;
+  product.x_scales = x.scales.as<float>();
+  product.w = w.codes.data;
+  product.w_scales = w.scales.as<float>();
+  product.y = y.data;
+  product.y_is_f32 = y.dtype == DType::kF32;
+  product.bias = options.bias ? options.bias->data : nullptr;
+  product.beta = options.beta;
+  product.m = x.outer();
+  product.n = w.outer();
+  product.k = x.inner();
+  gemm_1d2d(product, known<multiprocessor_count>(ctx.device()), ctx.stream.native());
 }
 
 void check_limits(const View& y, const ConstFp8View& x, const ConstFp8View& w,
@@ -148,8 +177,8 @@ void check_limits(const View& y, const ConstFp8View& x, const ConstFp8View& w,
 
 void fp8_gemm(const View& y, const ConstFp8View& x, const ConstFp8View& w,
               const GemmOptions& options, Context& ctx) {
-  const GemmChoice choice =
-      choose_gemm(capability(ctx.device()), x.grouping, w.grouping, w.outer(), x.inner());
+  const GemmChoice choice = choose_gemm(known<compute_capability>(ctx.device()), x.grouping,
+                                        w.grouping, w.outer(), x.inner());
   if (choice.path == GemmPath::kWidened) {
     say_widened(x.grouping, w.grouping, choice.reason, ctx.device());
     return widened(y, x, w, options, ctx);
@@ -157,6 +186,13 @@ void fp8_gemm(const View& y, const ConstFp8View& x, const ConstFp8View& w,
   check_limits(y, x, w, options);
   if (choice.path == GemmPath::kMx) {
     return mx(y, x, w, options, ctx);
+  }
+  const GemmBackend backend = gemm_backend();
+  if (own_gemm_chosen(backend, y.dtype, x, w)) {
+    return own_gemm(y, x, w, options, ctx);
+  }
+  if (backend == GemmBackend::kOwn) {
+    say_not_own(y, x, w);
   }
   if (x.outer() % 8 != 0) {
     return cublaslt_gemm_padded(y, x, w, options, ctx);

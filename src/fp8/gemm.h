@@ -11,9 +11,9 @@
 // host: operands are widened to f32 scratch and multiplied by OpenBLAS over all of K in one way for
 // every M, so that with one OpenBLAS thread a row's result does not depend on the rows beside it.
 //
-// cuda, sm_90: cuBLASLt's block-scaled product for 1×128·128×128, 128×128·1×128 and 1×128·1×128,
-// without fast accumulation. It needs K % 16 = 0 and N % 8 = 0; any M works (what is not a
-// multiple of 8 is padded into scratch).
+// cuda, sm_90: 1×128·128×128 by our own kernel (fp8/gemm_1d2d.h) or by cuBLASLt, as GemmBackend
+// says; 128×128·1×128 and 1×128·1×128 by cuBLASLt; without fast accumulation. It needs K % 16 = 0
+// and N % 8 = 0; any M works (for cuBLASLt, what is not a multiple of 8 is padded into scratch).
 //
 // cuda, compute capability 10 and above: cuBLASLt's MX product (K % 32 = 0, N % 8 = 0), with both
 // operands' scales put into the tensor cores' order in scratch. Compiled, and never run: there was
@@ -37,6 +37,22 @@
 #include "fp8/fp8_view.h"
 
 namespace rowshard {
+
+/// Who computes 1×128·128×128 on sm_90. Both sum in one order, so the choice changes no bit, with
+/// one exception that was seen: cuBLASLt splits the contraction of a narrow product with a very
+/// long K (300 × 1024 with K = 28,672). Our kernel takes e4m3 codes, bf16 or f32 results, and N %
+/// 16 = 0; the rest goes to cuBLASLt under every setting.
+enum class GemmBackend {
+  kAuto,  // whichever was measured faster for the shape (fp8/gemm_path.cpp)
+  kCublasLt,
+  kOwn,
+};
+const char* to_string(GemmBackend backend);  // "auto", "cublaslt", "own"
+/// Of the process; kAuto at first. To be set before the first product is planned.
+void set_gemm_backend(GemmBackend backend);
+GemmBackend gemm_backend();
+/// kOwn or kCublasLt: who computes a product of e4m3 codes into bf16 under the process' setting.
+GemmBackend gemm_backend_of(int64_t m, int64_t n, int64_t k);
 
 struct GemmOptions {
   float beta = 0;

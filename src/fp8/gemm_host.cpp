@@ -151,6 +151,9 @@ void plan_scratch(const View& y, const ConstFp8View& x, const ConstFp8View& w,
     matmul(scratch.sums, scratch.x, Transpose::kNo, scratch.w, Transpose::kYes, 1, 0, ctx);
     return;
   }
+  if (own_gemm_chosen(gemm_backend(), y.dtype, x, w)) {
+    return;
+  }
   std::optional<cuda::PaddedGemmScratch> padded;
   if (x.outer() % 8 != 0)
     padded.emplace(y, x, ctx);

@@ -2,12 +2,12 @@
 // groupings and sizes alone, so that the plan device and the tests can ask.
 #pragma once
 
-#include "fp8/fp8_view.h"
+#include "fp8/gemm.h"
 
 namespace rowshard {
 
 enum class GemmPath {
-  kBlockScaled,  // cuBLASLt's 1×128 and 128×128 product of Hopper
+  kBlockScaled,  // Hopper's 1×128 and 128×128 product: cuBLASLt's, or our own for some
   kMx,           // cuBLASLt's MX product, compute capability 10 and above
   kWidened,      // both operands as bf16
 };
@@ -21,5 +21,9 @@ struct GemmChoice {
 
 /// capability: compute capability × 10. y = x·wᵀ [M, N] contracts over K.
 GemmChoice choose_gemm(int capability, Grouping x, Grouping w, int64_t n, int64_t k);
+
+/// Whether our own kernel can compute a product whose path is kBlockScaled, and whether it does.
+bool own_gemm_runs(DType y, const ConstFp8View& x, const ConstFp8View& w);
+bool own_gemm_chosen(GemmBackend backend, DType y, const ConstFp8View& x, const ConstFp8View& w);
 
 }  // namespace rowshard

@@ -14,6 +14,8 @@ const char* to_string(ColumnwisePolicy policy) {
       return "resident";
     case ColumnwisePolicy::kDirect:
       return "direct";
+    case ColumnwisePolicy::kAuto:
+      return "auto";
   }
   return "?";
 }

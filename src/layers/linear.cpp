@@ -2,6 +2,7 @@
 
 #include "core/matmul.h"
 #include "core/trace.h"
+#include "fp8/dgrad_rowwise.h"
 #include "fp8/gemm.h"
 #include "fp8/quantize.h"
 #include "layers/column_sum.h"
@@ -94,9 +95,15 @@ void base_backward(const View& dx, const ConstView& dy, const QuantizedActivatio
   const LinearWeight& weight = *linear.weight;
   const TraceSpan span(ctx.stream, TraceLane::kCompute,
                        Trace::active() ? weight.name + " dgrad" : std::string());
-  switch (plan.dgrad) {
+  DgradSource source = plan.dgrad;
+  if (source == DgradSource::kAuto)
+    source = dy.dim(0) <= kDirectTokens ? DgradSource::kDirect : DgradSource::kRebuild;
+  switch (source) {
     case DgradSource::kNone:
-    case DgradSource::kDirect:  // refused by check_backward until there is such a product
+    case DgradSource::kAuto:
+      break;
+    case DgradSource::kDirect:
+      fp8_dgrad_rowwise(dx, dy8.rowwise(), weight.quantized()->rowwise(), beta, ctx);
       break;
     case DgradSource::kPlain: {
       const bool from_codes =
@@ -189,6 +196,7 @@ LinearPlan plan_of(const Linear& linear, bool backward, bool dgrad, bool input_a
   if (const Fp8Matrix* fp8 = weight.quantized()) {
     facts.fp8 = true;
     facts.rebuildable = rebuildable(fp8->grouping()) && fp8->usage().rowwise;
+    facts.direct = fp8->grouping() == Grouping::k128x128 && fp8->usage().rowwise;
     facts.has_columnwise = fp8->usage().columnwise;
     facts.pinned = fp8->columnwise_pinned();
   }
@@ -206,9 +214,6 @@ LinearPlan plan_of(const Linear& linear, bool backward, bool dgrad, bool input_a
 
 void check_plan(const Linear& linear, const LinearPlan& plan, Context& ctx) {
   const LinearWeight& weight = *linear.weight;
-  ROWSHARD_CHECK(plan.dgrad != DgradSource::kDirect, ConfigError,
-                 "columnwise policy `direct` is not in this build yet (", weight.name,
-                 "); use `release` or `resident`");
   if (plan.dgrad == DgradSource::kRebuild) {
     ROWSHARD_CHECK(!ctx.stream.capturing() || plan.release, UsageError, weight.name,
                    ": a graph being recorded cannot make a columnwise copy that stays: a later "

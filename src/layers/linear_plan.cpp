@@ -26,6 +26,8 @@ const char* to_string(DgradSource source) {
       return "rebuild";
     case DgradSource::kDirect:
       return "direct";
+    case DgradSource::kAuto:
+      return "auto";
   }
   return "?";
 }
@@ -61,8 +63,11 @@ LinearPlan plan_linear(const LinearFacts& facts) {
     return plan;
   if (!fp8_backward) {
     plan.dgrad = DgradSource::kPlain;
-  } else if (frozen && facts.policy == ColumnwisePolicy::kDirect) {
+  } else if (frozen && facts.direct && facts.policy == ColumnwisePolicy::kDirect) {
     plan.dgrad = DgradSource::kDirect;
+  } else if (frozen && facts.direct && facts.policy == ColumnwisePolicy::kAuto &&
+             !facts.has_columnwise) {
+    plan.dgrad = DgradSource::kAuto;
   } else {
     plan.dgrad = facts.has_columnwise ? DgradSource::kColumnwise : DgradSource::kRebuild;
   }

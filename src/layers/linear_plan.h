@@ -28,6 +28,7 @@ struct LinearFacts {
   // Of the weight, now.
   bool fp8 = false;         // it has an FP8 matrix: fprop is an FP8 product
   bool rebuildable = true;  // square blocks and a rowwise copy: a dropped copy comes back exactly
+  bool direct = true;       // 128x128 blocks: there is a dgrad that reads the rowwise copy
   bool has_columnwise = false;  // and it is not stale
   bool pinned = false;          // a recorded graph reads its columnwise copy
   // Of the call.
@@ -49,6 +50,7 @@ enum class DgradSource {
   kColumnwise,  // the columnwise copy that is there
   kRebuild,     // a columnwise copy made just before
   kDirect,      // the rowwise copy
+  kAuto,        // kDirect or kRebuild, by the number of tokens
 };
 const char* to_string(DgradSource source);
 

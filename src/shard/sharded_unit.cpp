@@ -18,7 +18,19 @@ ShardedUnit::ShardedUnit(UnitLayout layout, Communicator& gather_group, Arena& a
                  "unit ", name(), " over ", layout_.ranks(), " ranks cannot be sharded over ",
                  regather_group ? regather_group->size() : 0);
   allocate();
+  home_.assign(layout_.weights().size(), {-1, -1});
+  for (const TrainableLayout& part : layout_.trainable()) {
+    for (size_t i = 0; i < part.weights.size(); ++i)
+      home_[part.weights[i]] = {static_cast<int>(trainable_.size()), static_cast<int>(i)};
+    trainable_.push_back(std::make_unique<TrainablePart>(layout_.name(), layout_.weights(), part,
+                                                         gather_group, arena));
+  }
   for (const WeightSpec& weight : layout_.weights()) {
+    if (weight.trainable) {
+      matrices_.push_back(nullptr);
+      scales_.emplace_back();
+      continue;
+    }
     if (is_mx(weight.storage)) {
       const bool rowwise = weight.storage == Storage::kMxRowwise;
       matrices_.push_back(std::make_unique<Fp8Matrix>(weight.name, weight.shape[rowwise ? 0 : 1],
@@ -56,12 +68,14 @@ void ShardedUnit::drop() {
   reshard();
   fixed_.reset();
   shard_.reset();
+  dropped_ = true;
 }
 
 void ShardedUnit::load(UnitSource& source, Stream& stream) {
   reshard();  // what is gathered, or bound in place, are the bytes of the last load
-  if (!loaded())
+  if (dropped_)
     allocate();
+  dropped_ = false;
   const Device device = arena_.device();
   // Zero first: the padding between weights is defined, so shards compare equal byte for byte.
   std::vector<std::byte> bytes(layout_.shard_bytes(), std::byte{0});
@@ -78,7 +92,7 @@ void ShardedUnit::load(UnitSource& source, Stream& stream) {
   stream.synchronize();
   for (size_t i = 0; i < matrices_.size(); ++i) {
     const WeightSpec& weight = layout_.weights()[i];
-    if (weight.storage != Storage::kFp8Block)
+    if (weight.storage != Storage::kFp8Block || weight.trainable)
       continue;
     const int64_t block_rows = ceil_div(weight.shape[0], 128);
     const int64_t block_cols = ceil_div(weight.shape[1], 128);
@@ -95,6 +109,8 @@ void ShardedUnit::load(UnitSource& source, Stream& stream) {
     gather_group_.all_reduce(scales_[i], Reduction::kMax, stream);
     stream.synchronize();
   }
+  for (const auto& part : trainable_)
+    part->load(source, stream);
   gather_group_.barrier();  // every shard is there
 }
 
@@ -118,6 +134,8 @@ void ShardedUnit::gather(Stream& communication) {
     if (device.is_cuda())
       gather_span_.end();
   }
+  for (const auto& part : trainable_)
+    part->gather(communication);
   arrival_.emplace(arena_.device());
   arrival_->record(communication);
 }
@@ -128,6 +146,8 @@ void ShardedUnit::finish_gather(Stream& compute) {
   gather_span_.end();
   arrival_.reset();
   slice_.reset();
+  for (const auto& part : trainable_)
+    part->bind();
   bind(layout_.ranks() > 1 ? gathered_.data() : shard_.data());
 }
 
@@ -158,6 +178,8 @@ void ShardedUnit::bind(std::byte* base) {
 }
 
 void ShardedUnit::unbind() {
+  for (const auto& part : trainable_)
+    part->reshard();
   for (auto& matrix : matrices_) {
     if (!matrix || !bound_)
       continue;
@@ -203,9 +225,21 @@ void ShardedUnit::drop_columnwise() {
   }
 }
 
+void UnitSource::read_masters(const WeightSpec& weight, int64_t, int64_t, float*) {
+  throw LogicError(message("this source has no values of ", weight.name, " to be trained"));
+}
+
+View ShardedUnit::gradient(int weight, Stream& stream) {
+  const auto [part, place] = home_[weight];
+  ROWSHARD_CHECK(part >= 0, LogicError, layout_.weights()[weight].name, " is frozen");
+  return trainable_[part]->gradient(place, stream);
+}
+
 Fp8Matrix& ShardedUnit::fp8(int weight) {
   ROWSHARD_CHECK(bound_, UsageError, "weight ", layout_.weights()[weight].name, " of unit ", name(),
                  " is sharded; acquire the unit from the usage scheduler first");
+  if (home_[weight].first >= 0)
+    return trainable_[home_[weight].first]->fp8(home_[weight].second);
   ROWSHARD_CHECK(matrices_[weight], LogicError, layout_.weights()[weight].name,
                  " is not an FP8 weight");
   return *matrices_[weight];
@@ -216,6 +250,8 @@ ConstView ShardedUnit::plain(int weight) const {
   ROWSHARD_CHECK(bound_, UsageError, "weight ", spec.name, " of unit ", name(),
                  " is sharded; acquire the unit from the usage scheduler first");
   ROWSHARD_CHECK(spec.storage == Storage::kPlain, LogicError, spec.name, " is an FP8 weight");
+  if (home_[weight].first >= 0)
+    return trainable_[home_[weight].first]->plain(home_[weight].second);
   return ConstView(base_ + layout_.offset(weight), spec.dtype, spec.shape, arena_.device());
 }
 

@@ -5,6 +5,9 @@
 // gathering binds it in place: no copy and no transient. `reshard_to_group` leaves a slice of the
 // unit behind, larger than the shard, from which the next `gather` comes.
 //
+// A unit may hold trainable weights beside the frozen ones (shard/trainable_part.h): they are
+// gathered and resharded with the unit, from parts that change with every update.
+//
 // Streams: `gather` queues the all-gather on the communication stream and returns; `finish_gather`
 // makes the compute stream wait for it and binds the weights. `reshard` may be called as soon as
 // the last work that reads the unit has been queued on the compute stream.
@@ -17,6 +20,7 @@
 #include "comm/communicator.h"
 #include "core/trace.h"
 #include "fp8/fp8_matrix.h"
+#include "shard/trainable_part.h"
 #include "shard/unit_layout.h"
 
 namespace rowshard {
@@ -33,6 +37,9 @@ class UnitSource {
   /// Compact scales, f32 [ceil(N/128), ceil(K/128)] row-major, of a kFp8Block weight. Entries this
   /// rank does not know are 0; the caller takes the largest over the ranks.
   virtual void scales(const WeightSpec& weight, float* destination) = 0;
+  /// Elements [begin, end) of a trainable weight, row-major, in full precision.
+  virtual void read_masters(const WeightSpec& weight, int64_t begin, int64_t end,
+                            float* destination);
 };
 
 class ShardedUnit {
@@ -50,7 +57,12 @@ class ShardedUnit {
   /// Frees the shard: nothing of the unit is left, and it must be loaded before it is gathered.
   /// Collective over the gather group.
   void drop();
-  bool loaded() const { return static_cast<bool>(shard_); }
+  bool loaded() const { return !dropped_; }
+
+  /// The trainable weights, one part for each way they are stored; none in a frozen unit.
+  const std::vector<std::unique_ptr<TrainablePart>>& trainable() const { return trainable_; }
+  /// The gradient of a trainable weight, f32 of its shape, to be added to; zeros at first.
+  View gradient(int weight, Stream& stream);
 
   const UnitLayout& layout() const { return layout_; }
   const std::string& name() const { return layout_.name(); }
@@ -88,10 +100,13 @@ class ShardedUnit {
   Buffer gathered_;
   std::optional<Event> arrival_;
   TraceSpan gather_span_;  // host: until the gather has arrived
+  bool dropped_ = false;
   bool bound_ = false;
   bool bound_before_ = false;  // since the last load
   std::byte* base_ = nullptr;
-  std::vector<std::unique_ptr<Fp8Matrix>> matrices_;  // null for plain weights
+  std::vector<std::unique_ptr<TrainablePart>> trainable_;
+  std::vector<std::pair<int, int>> home_;             // weight -> part and place in it, or -1
+  std::vector<std::unique_ptr<Fp8Matrix>> matrices_;  // null for plain and for trainable weights
   std::vector<Tensor> scales_;                        // GEMM layout, replicated
 };
 

@@ -10,6 +10,10 @@
 // The two copies of an MX matrix cannot be made of each other, so they lie in units of their own:
 // forward gathers one, backward the other. MX scales, 3 % of the codes, lie behind the codes as
 // part of the weight's bytes and are cut with them.
+//
+// Weights that are trained lie apart, because their bytes change and their elements are summed: one
+// vector for each way of storing them (FP8, or one plain dtype), the weights one after another, cut
+// into equal numbers of elements, anywhere.
 #pragma once
 
 #include <string>
@@ -34,6 +38,7 @@ struct WeightSpec {
   Shape shape;       // [N, K] for a linear weight, [H] for a norm
   Storage storage = Storage::kPlain;
   DType dtype = DType::kBF16;  // kE4M3 unless plain
+  bool trainable = false;      // kFp8Block or kPlain only
 
   int64_t elements() const { return shape.elements(); }
   /// In the unit's buffer: elements, and for MX padding and scales.
@@ -41,6 +46,15 @@ struct WeightSpec {
   Shape mx_scale_shape() const;
   int64_t mx_scale_offset() const;  // from the weight's first byte
   bool operator==(const WeightSpec&) const = default;
+};
+
+/// Trainable weights of a unit that are stored alike.
+struct TrainableLayout {
+  Storage storage;
+  DType dtype;
+  std::vector<int> weights;      // of the unit
+  std::vector<int64_t> offsets;  // elements from the vector's start, by position in `weights`
+  int64_t part = 0;              // elements of every rank, padding included
 };
 
 class UnitLayout {
@@ -51,9 +65,14 @@ class UnitLayout {
   const std::vector<WeightSpec>& weights() const { return weights_; }
   int ranks() const { return ranks_; }
 
-  int64_t offset(int weight) const { return offsets_[weight]; }  // bytes from the buffer's start
-  int64_t shard_bytes() const { return shard_bytes_; }           // of every rank, padding included
+  /// Bytes from the buffer's start; of a trainable weight -1.
+  int64_t offset(int weight) const { return offsets_[weight]; }
+  const std::vector<TrainableLayout>& trainable() const { return trainable_; }
+  int64_t shard_bytes() const { return shard_bytes_; }  // of every rank, padding included
   int64_t gathered_bytes() const { return shard_bytes_ * ranks_; }
+  /// What gathering takes beside the shards: the frozen buffer and the trainable vectors; nothing
+  /// with one rank.
+  int64_t transient_bytes() const;
   int64_t scale_bytes() const;  // replicated, GEMM layout
 
   /// A run of bytes of one weight that lies in a rank's part.
@@ -66,9 +85,12 @@ class UnitLayout {
   std::vector<Piece> pieces(int rank) const;
 
  private:
+  void add_trainable(int weight);
+
   std::string name_;
   std::vector<WeightSpec> weights_;
   std::vector<int64_t> offsets_;
+  std::vector<TrainableLayout> trainable_;
   int ranks_;
   int64_t shard_bytes_ = 0;
 };

@@ -85,9 +85,7 @@ UsagePlan UsagePlan::make(Phase phase, const std::vector<UnitUse>& uses, int uni
 }
 
 int64_t UsagePlan::peak_gathered(const std::vector<UnitLayout>& units) const {
-  const auto transient = [&](int unit) {
-    return units[unit].ranks() == 1 ? 0 : units[unit].gathered_bytes();
-  };
+  const auto transient = [&](int unit) { return units[unit].transient_bytes(); };
   if (policy.reshard == ReshardMode::kResident) {
     std::vector<bool> used(units.size(), false);
     for (const PlanStep& step : steps)
@@ -99,7 +97,9 @@ int64_t UsagePlan::peak_gathered(const std::vector<UnitLayout>& units) const {
   }
   int64_t now = 0, peak = 0;
   std::vector<bool> sliced(units.size(), false);
-  const auto slice = [&](int unit) { return transient(unit) / std::max(1, policy.group); };
+  const auto slice = [&](int unit) {
+    return units[unit].ranks() == 1 ? 0 : units[unit].gathered_bytes() / std::max(1, policy.group);
+  };
   for (const PlanStep& step : steps) {
     const int unit = step.use.unit;
     if (step.gather)

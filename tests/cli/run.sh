@@ -129,7 +129,7 @@ refused "--lr is given more than once" "${job[@]}" --lr 1 --lr 2
 refused "unexpected argument 'stray'" "${job[@]}" stray
 refused "--dry-run takes no value" "${job[@]}" --dry-run=true
 refused "--recipe blok: use one of block, mx, bf16" "${job[@]}" --recipe blok
-refused "--columnwise gone: use one of release, resident, direct" "${job[@]}" --columnwise gone
+refused "--columnwise gone: use one of release, resident, direct, auto" "${job[@]}" --columnwise gone
 refused "--lr-schedule cos: use one of cosine" "${job[@]}" --lr-schedule cos
 refused "--recompute all: use one of none, block" "${job[@]}" --recompute all
 refused "--device gpu: use one of auto, cuda, host" "${job[@]}" --device gpu

@@ -507,6 +507,31 @@ TEST_F(SchedulerTest, AbortKeepsResidentUnits) {
   EXPECT_EQ(group->issued(), issued);
 }
 
+TEST_F(SchedulerTest, SliceOfTheSmallerGroupComesAndGoes) {
+  if (size() == 1)
+    GTEST_SKIP() << "a group needs at least 2 ranks";
+  ShardedUnit& unit = *units[1];
+  const int64_t whole = layouts[1].gathered_bytes();
+  gather(unit);
+  unit.reshard_to_group(bench.stream);
+  EXPECT_EQ(now(Category::kGathered), whole / smaller);
+  EXPECT_FALSE(unit.gathered());
+  EXPECT_FALSE(unit.at_shard());
+  EXPECT_THROW(unit.fp8(0), UsageError);
+  const int64_t issued = group->issued();
+  regather->reset_wire_bytes();
+  gather(unit);
+  EXPECT_EQ(now(Category::kGathered), whole) << "the slice is gone";
+  EXPECT_EQ(bytes(unit), wanted[1]);
+  EXPECT_EQ(group->issued(), issued) << "over the smaller group only";
+  EXPECT_EQ(regather->wire_bytes(), whole / smaller * (smaller - 1));
+  unit.reshard_to_group(bench.stream);
+  unit.gather(communication);
+  unit.reshard();  // a gather nobody used
+  EXPECT_EQ(now(Category::kGathered), 0);
+  EXPECT_TRUE(unit.at_shard());
+}
+
 TEST_F(SchedulerTest, InferenceDropsTheColumnwiseCopies) {
   const auto train = [&] {
     const UsagePlan planned = plan(ReshardMode::kTrue, 1);

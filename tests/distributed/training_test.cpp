@@ -149,7 +149,9 @@ TEST_F(TrainingTest, ModesChangeNoBit) {
       for (const int prefetch : {0, 1, 2}) {
         for (const auto columnwise : {ColumnwisePolicy::kRelease, ColumnwisePolicy::kResident}) {
           for (const Recompute recompute : {Recompute::kNone, Recompute::kBlock}) {
-            const bool all = std::string(c.model) == "llama_fp8";
+            // Ranks that share a GPU are slow: `validate` has the whole product there.
+            const bool all = std::string(c.model) == "llama_fp8" &&
+                             !(device().is_cuda() && world().transport() == CudaTransport::kStaged);
             if (!all && (prefetch != 1 || columnwise == ColumnwisePolicy::kResident))
               continue;
             FinetuneOptions asked = options(c.model);

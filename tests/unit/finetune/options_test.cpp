@@ -51,6 +51,10 @@ TEST(Options, TextAndValueAreInverse) {
   EXPECT_EQ(parse_columnwise_policy("release"), ColumnwisePolicy::kRelease);
   EXPECT_EQ(parse_columnwise_policy("resident"), ColumnwisePolicy::kResident);
   EXPECT_EQ(parse_columnwise_policy("direct"), ColumnwisePolicy::kDirect);
+  EXPECT_EQ(parse_columnwise_policy("auto"), ColumnwisePolicy::kAuto);
+  EXPECT_EQ(parse_gemm_backend("auto"), GemmBackend::kAuto);
+  EXPECT_EQ(parse_gemm_backend("cublaslt"), GemmBackend::kCublasLt);
+  EXPECT_EQ(parse_gemm_backend("own"), GemmBackend::kOwn);
   for (const char* text : {"true", "false", "resident", "2", "16"}) {
     EXPECT_EQ(to_string(parse_reshard_after_forward(text)), text);
   }

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <fstream>
+#include <map>
 
 #include "finetune/memory_plan.h"
 #include "test_device.h"
@@ -179,8 +180,10 @@ TEST_F(TrainerTest, RunWritesMetricsAdapterAndCheckpoints) {
   asked.save_every = 1;
   asked.keep = 2;
   asked.output_dir = (directory / "out").string();
+  asked.trace = (directory / "trace.json").string();
   Recorder recorder;
   run_finetune(*world, asked, recorder);
+  asked.trace.clear();
   EXPECT_EQ(testing::list(directory / "out"),
             (std::vector<std::string>{"adapter", "checkpoint-3", "checkpoint-4", "metrics.jsonl"}));
   ASSERT_EQ(recorder.losses.size(), 4u);
@@ -190,6 +193,15 @@ TEST_F(TrainerTest, RunWritesMetricsAdapterAndCheckpoints) {
   EXPECT_EQ(lines[0].at("eval_loss"), recorder.evals[0]);
   EXPECT_EQ(lines[1].at("loss").get<double>(), recorder.losses[0]) << "every digit";
   EXPECT_GT(lines[1].at("memory").at("rowwise_shard"), 0);
+  std::map<std::string, int> spans;
+  const auto trace = nlohmann::json::parse(std::ifstream(directory / "trace.json"));
+  for (const auto& event : trace.at("traceEvents"))
+    spans[event.at("name")] += event.at("ph") == "X";
+  EXPECT_EQ(spans["block 1 backward"], 4 * asked.grad_accum) << "four steps";
+  EXPECT_EQ(spans["model.layers.0.mlp.down_proj dgrad"], 4 * asked.grad_accum);
+  EXPECT_EQ(spans["rebuild"], 4 * asked.grad_accum * (14 - 3))
+      << "not below the first block's o_proj";
+  EXPECT_EQ(spans["reduce gradients"], 4);
 
   // Killed after step 3 and started again: the last line is the same to the bit.
   std::filesystem::remove_all(directory / "out/checkpoint-4");

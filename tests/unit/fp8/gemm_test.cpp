@@ -343,7 +343,8 @@ TEST(Gemm, PlanCountsTheScratch) {
         const int64_t planned = peak({DeviceKind::kPlan, testing::test_device.is_cuda() ? 1 : 0});
         EXPECT_EQ(planned, peak(testing::test_device))
             << to_string(pair.x) << " by " << to_string(pair.w) << ", M " << m;
-        EXPECT_GT(planned, 0);
+        const bool ours = pair.x == Grouping::k1x128 && pair.w == Grouping::k128x128;
+        EXPECT_TRUE(planned > 0 || (testing::test_device.is_cuda() && ours)) << "no scratch";
       }
     }
   }

@@ -81,6 +81,19 @@ TEST(LinearPlan, ACopyThatIsThereIsReadAndGoesByThePolicy) {
   facts = there;
   facts.policy = ColumnwisePolicy::kDirect;
   EXPECT_EQ(plan_linear(facts).dgrad, DgradSource::kDirect);
+  EXPECT_TRUE(plan_linear(facts).release);
+  facts.direct = false;  // no 128x128 blocks
+  EXPECT_EQ(plan_linear(facts).dgrad, DgradSource::kColumnwise);
+  facts.direct = true;
+  facts.policy = ColumnwisePolicy::kAuto;
+  EXPECT_EQ(plan_linear(facts).dgrad, DgradSource::kColumnwise) << "it is there";
+  facts.has_columnwise = false;
+  EXPECT_EQ(plan_linear(facts).dgrad, DgradSource::kAuto);
+  EXPECT_TRUE(plan_linear(facts).release);
+  facts.direct = false;
+  EXPECT_EQ(plan_linear(facts).dgrad, DgradSource::kRebuild);
+  facts = there;
+  facts.policy = ColumnwisePolicy::kDirect;
   facts.wgrad = true;
   EXPECT_EQ(plan_linear(facts).dgrad, DgradSource::kColumnwise) << "only frozen weights go direct";
 }

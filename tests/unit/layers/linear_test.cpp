@@ -288,6 +288,28 @@ TEST(LinearPolicy, ReleaseLeavesNoColumnwiseCopyAndChangesNoBit) {
   EXPECT_EQ(layer.values(released), layer.values(kept));
 }
 
+TEST(LinearPolicy, DirectMakesNoColumnwiseCopyAndChangesNoBit) {
+  for (const int64_t tokens : {int64_t{33}, int64_t{kDirectTokens} + 1}) {
+    Fp8Layer<bf16> layer(tokens, 144, 272);
+    Context& ctx = layer.bench.ctx;
+    LinearSaved saved;
+    const auto dx = [&](ColumnwisePolicy policy) {
+      const Tensor result = layer.result({tokens, 272});
+      layer.bench.arena.reset_peak();
+      linear_backward(result, layer.dy, saved, layer.linear(nullptr, policy), false, ctx);
+      EXPECT_EQ(layer.matrix.usage(), (Usage{.rowwise = true, .columnwise = false}));
+      return layer.values(result);
+    };
+    const auto peak = [&] { return layer.bench.arena.bytes(Category::kColumnwise).peak; };
+    const auto released = dx(ColumnwisePolicy::kRelease);
+    EXPECT_EQ(peak(), 144 * 272);
+    EXPECT_EQ(dx(ColumnwisePolicy::kDirect), released);
+    EXPECT_EQ(peak(), 0);
+    EXPECT_EQ(dx(ColumnwisePolicy::kAuto), released);
+    EXPECT_EQ(peak(), tokens <= kDirectTokens ? 0 : 144 * 272);
+  }
+}
+
 TEST(LinearPolicy, WithoutDxNoColumnwiseCopyIsMade) {
   Fp8Layer<bf16> layer(32, 128, 256);
   Context& ctx = layer.bench.ctx;
@@ -389,17 +411,6 @@ TEST(LinearRefuses, AGradientOfAFrozenWeightOrOfNothing) {
   r.expect<LogicError>(
       [&] { linear_backward(r.dx, layer.dy, r.saved, layer.linear(&lora), false, ctx); },
       {"has an adapter but nothing was saved"});
-}
-
-TEST(LinearRefuses, DirectUntilItIsThere) {
-  Refusal r;
-  auto& layer = r.layer;
-  r.expect<ConfigError>(
-      [&] {
-        linear_backward(r.dx, layer.dy, r.saved, layer.linear(nullptr, ColumnwisePolicy::kDirect),
-                        false, layer.bench.ctx);
-      },
-      {"direct", "use `release` or `resident`"});
 }
 
 TEST(LinearRefuses, ReadersThatMixBlocksAndMx) {

@@ -1,0 +1,663 @@
+// Our FP8 products against cuBLASLt's block-scaled one, bit for bit and in time, in one process.
+//
+//   own_gemm check                a grid of shapes, every tile, both result types, both products
+//   own_gemm time [sweep]         gemm_1d2d on the shapes of docs/kernels.md; sweep: every tile
+//   own_gemm dgrad [sweep]        dgrad_rowwise against products on a columnwise copy
+//   own_gemm one M N K [COUNT]    COUNT launches of each, for profilers and sanitizers
+//
+// Times are taken while the card is at its power limit: graphs of several launches of one side, all
+// operands rotated past the L2, replayed in turn after 0.4 s of load; medians of 30 replays.
+//
+// bench/gpu1/own_gemm.sh builds it; it needs cuBLASLt and sources of core and fp8, not the tree.
+#include <cublasLt.h>
+#include <cuda_bf16.h>
+#include <cuda_fp8.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/cuda_check.h"
+#include "fp8/dgrad_rowwise.h"
+#include "fp8/gemm_1d2d.h"
+#include "fp8/rebuild.h"
+
+namespace {
+
+using rowshard::ConstView;
+using rowshard::Device;
+using rowshard::DeviceKind;
+using rowshard::DType;
+using rowshard::native;
+using rowshard::Stream;
+using rowshard::View;
+constexpr Device kGpu{DeviceKind::kCuda, 0};
+
+using rowshard::cuda::DgradRowwise;
+using rowshard::cuda::Gemm1d2d;
+using rowshard::cuda::kGemm1d2dTileCount;
+using rowshard::cuda::kGemm1d2dTiles;
+
+int64_t up(int64_t value, int64_t step) {
+  return (value + step - 1) / step * step;
+}
+int64_t blocks_of(int64_t size) {
+  return (size + 127) / 128;
+}
+
+__device__ uint32_t mix(uint64_t i, uint32_t seed) {
+  uint64_t z = i * 0x9e3779b97f4a7c15ull + seed * 0xbf58476d1ce4e5b9ull;
+  z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9ull;
+  z = (z ^ z >> 27) * 0x94d049bb133111ebull;
+  return static_cast<uint32_t>(z >> 32);
+}
+__device__ float uniform(uint64_t i, uint32_t seed) {
+  return (mix(i, seed) + 0.5f) * 0x1p-32f;
+}
+__device__ float normal(uint64_t i, uint32_t seed) {
+  return sqrtf(-2 * logf(uniform(i, seed))) * cospif(2 * uniform(i, seed + 77));
+}
+/// Normal values, the largest of a block near 448.
+__global__ void fill_codes(__nv_fp8_e4m3* codes, size_t count, uint32_t seed) {
+  for (size_t i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) {
+    codes[i] = __nv_fp8_e4m3(normal(i, seed) * 120);
+  }
+}
+/// kind 0: any mantissa; 1: powers of two; 2: any mantissa, magnitudes far apart.
+__global__ void fill_scales(float* scales, size_t count, uint32_t seed, int kind) {
+  for (size_t i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) {
+    const float exponent = floorf(uniform(i, seed) * (kind == 2 ? 40 : 5)) - (kind == 2 ? 30 : 10);
+    scales[i] = exp2f(exponent) * (kind == 1 ? 1 : 1 + uniform(i, seed + 5));
+  }
+}
+__global__ void fill_bf16(__nv_bfloat16* values, size_t count, uint32_t seed) {
+  for (size_t i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) {
+    values[i] = __float2bfloat16(normal(i, seed));
+  }
+}
+__global__ void fill_f32(float* values, size_t count, uint32_t seed) {
+  for (size_t i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) {
+    values[i] = normal(i, seed);
+  }
+}
+/// x scales [blocks, from_stride] to a narrower stride.
+__global__ void restride(const float* from, float* to, int blocks, int from_stride, int to_stride,
+                         int rows) {
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < blocks * to_stride;
+       i += gridDim.x * blockDim.x) {
+    const int block = i / to_stride, row = i % to_stride;
+    to[i] = row < rows ? from[block * from_stride + row] : 1;
+  }
+}
+/// w [n, k] and its scales to w_rowwise [k, n], one thread an element: plainly right.
+__global__ void transpose(const uint8_t* w, const float* scales, uint8_t* to, float* scales_to,
+                          int64_t n, int64_t k) {
+  const int64_t n_blocks = (n + 127) / 128, k_blocks = (k + 127) / 128;
+  const int64_t stride = (k_blocks + 3) / 4 * 4, stride_to = (n_blocks + 3) / 4 * 4;
+  for (int64_t i = blockIdx.x * blockDim.x + threadIdx.x; i < n * k; i += gridDim.x * blockDim.x) {
+    const int64_t row = i / k, col = i % k;
+    to[col * n + row] = w[i];
+    if (row % 128 == 0 && col % 128 == 0) {
+      scales_to[col / 128 * stride_to + row / 128] = scales[row / 128 * stride + col / 128];
+    }
+  }
+}
+/// Counts words that differ, and words that are neither zero nor the poison.
+__global__ void compare(const uint16_t* a, const uint16_t* b, size_t count,
+                        unsigned long long* result) {
+  unsigned long long different = 0, alive = 0;
+  for (size_t i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) {
+    different += a[i] != b[i];
+    alive += b[i] != 0 && b[i] != 0xabab;
+  }
+  atomicAdd(result, different);
+  atomicAdd(result + 1, alive);
+}
+
+template <typename T>
+struct Memory {
+  T* data = nullptr;
+  explicit Memory(size_t count) {
+    CUDA_CHECK(cudaMalloc(&data, std::max<size_t>(count * sizeof(T), 16)));
+  }
+  Memory(Memory&& other) noexcept : data(std::exchange(other.data, nullptr)) {}
+  ~Memory() { cudaFree(data); }
+};
+
+/// One set of operands. x has its rows rounded up to 8 for cuBLASLt, and scales in both strides.
+struct Operands {
+  int64_t m, n, k, rows;
+  Memory<__nv_fp8_e4m3> x, w;
+  Memory<float> x_scales, x_scales_padded, w_scales;
+  // For the dgrad, w is the columnwise copy and this the rowwise one: [k, n].
+  Memory<uint8_t> w_rowwise;
+  Memory<float> w_rowwise_scales;
+  Memory<uint8_t> y, y_wanted;  // f32 or bf16, with a guard behind
+  Memory<__nv_bfloat16> bias;
+  static constexpr size_t kGuard = 4096;
+
+  size_t y_bytes(bool f32) const { return rows * n * (f32 ? 4 : 2); }
+
+  Operands(int64_t m_, int64_t n_, int64_t k_, uint32_t seed, int kind, bool f32 = true)
+      : m(m_),
+        n(n_),
+        k(k_),
+        rows(up(m_, 8)),
+        x(rows * k),
+        w(n * k),
+        x_scales(blocks_of(k) * up(m, 4)),
+        x_scales_padded(blocks_of(k) * rows),
+        w_scales(blocks_of(n) * up(blocks_of(k), 4)),
+        w_rowwise(n * k),
+        w_rowwise_scales(blocks_of(k) * up(blocks_of(n), 4)),
+        y(y_bytes(f32) + kGuard),
+        y_wanted(y_bytes(f32) + kGuard),
+        bias(n) {
+    fill_codes<<<1024, 256>>>(x.data, rows * k, seed);
+    fill_codes<<<1024, 256>>>(w.data, n * k, seed + 1);
+    fill_scales<<<64, 256>>>(x_scales_padded.data, blocks_of(k) * rows, seed + 2, kind);
+    restride<<<64, 256>>>(x_scales_padded.data, x_scales.data, static_cast<int>(blocks_of(k)),
+                          static_cast<int>(rows), static_cast<int>(up(m, 4)), static_cast<int>(m));
+    fill_scales<<<64, 256>>>(w_scales.data, blocks_of(n) * up(blocks_of(k), 4), seed + 3, kind);
+    fill_bf16<<<64, 256>>>(bias.data, n, seed + 4);
+    transpose<<<1024, 256>>>(reinterpret_cast<const uint8_t*>(w.data), w_scales.data,
+                             w_rowwise.data, w_rowwise_scales.data, n, k);
+    CUDA_CHECK(cudaGetLastError());
+  }
+  /// dx = y, dy = x; the weight's N is k here and its K is n.
+  DgradRowwise dgrad(bool f32, float beta) const {
+    DgradRowwise g;
+    g.dy = x.data;
+    g.dy_scales = x_scales.data;
+    g.w = w_rowwise.data;
+    g.w_scales = w_rowwise_scales.data;
+    g.dx = y.data;
+    g.dx_is_f32 = f32;
+    g.beta = beta;
+    g.m = m;
+    g.n = k;
+    g.k = n;
+    return g;
+  }
+  void rebuild(Stream& stream) const {
+    const int64_t k_blocks = blocks_of(k), n_blocks = blocks_of(n);
+    rowshard::rebuild_columnwise(
+        {View(w.data, DType::kE4M3, {n, k}, kGpu),
+         View(w_scales.data, DType::kF32, {n_blocks, up(k_blocks, 4)}, kGpu),
+         rowshard::Grouping::k128x128},
+        {ConstView(w_rowwise.data, DType::kE4M3, {k, n}, kGpu),
+         ConstView(w_rowwise_scales.data, DType::kF32, {k_blocks, up(n_blocks, 4)}, kGpu),
+         rowshard::Grouping::k128x128},
+        stream);
+  }
+  Gemm1d2d product(bool f32, bool with_bias, float beta) const {
+    Gemm1d2d g;
+    g.x = x.data;
+    g.x_scales = x_scales.data;
+    g.w = w.data;
+    g.w_scales = w_scales.data;
+    g.y = y.data;
+    g.y_is_f32 = f32;
+    g.bias = with_bias ? bias.data : nullptr;
+    g.beta = beta;
+    g.m = m;
+    g.n = n;
+    g.k = k;
+    return g;
+  }
+};
+
+/// cuBLASLt's block-scaled product of one shape, first proposal of its heuristic.
+struct Lt {
+  static constexpr size_t kWorkspace = (size_t{32} << 20) + 1024;
+  cublasLtMatmulDesc_t op{};
+  cublasLtMatrixLayout_t a{}, b{}, d{};
+  cublasLtMatmulAlgo_t algorithm;
+
+  static cublasLtHandle_t library() {
+    static cublasLtHandle_t handle = [] {
+      cublasLtHandle_t h;
+      CUBLAS_CHECK(cublasLtCreate(&h));
+      return h;
+    }();
+    return handle;
+  }
+  static void* workspace() {
+    static void* space = [] {
+      void* p;
+      CUDA_CHECK(cudaMalloc(&p, kWorkspace));
+      return p;
+    }();
+    return space;
+  }
+  template <typename T>
+  void set(cublasLtMatmulDescAttributes_t attribute, const T& value) {
+    CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(op, attribute, &value, sizeof value));
+  }
+
+  Lt(const Operands& o, bool f32, bool with_bias) {
+    CUBLAS_CHECK(cublasLtMatmulDescCreate(&op, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+    set(CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T);
+    set(CUBLASLT_MATMUL_DESC_A_SCALE_MODE, CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F);
+    set(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F);
+    set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, static_cast<const void*>(o.w_scales.data));
+    set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, static_cast<const void*>(o.x_scales_padded.data));
+    if (with_bias) {
+      set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
+      set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, static_cast<const void*>(o.bias.data));
+      set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, CUDA_R_16BF);
+    }
+    CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&a, CUDA_R_8F_E4M3, o.k, o.n, o.k));
+    CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&b, CUDA_R_8F_E4M3, o.k, o.rows, o.k));
+    CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&d, f32 ? CUDA_R_32F : CUDA_R_16BF, o.n, o.rows, o.n));
+    cublasLtMatmulPreference_t preference;
+    CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
+    const uint64_t most = kWorkspace;
+    CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(
+        preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &most, sizeof most));
+    cublasLtMatmulHeuristicResult_t found[1];
+    int count = 0;
+    CUBLAS_CHECK(
+        cublasLtMatmulAlgoGetHeuristic(library(), op, a, b, d, d, preference, 1, found, &count));
+    ROWSHARD_CHECK(count == 1, rowshard::DeviceError, "no algorithm for ", o.m, " ", o.n, " ", o.k);
+    algorithm = found[0].algo;
+    cublasLtMatmulPreferenceDestroy(preference);
+  }
+  Lt(const Lt&) = delete;
+  ~Lt() {
+    cublasLtMatmulDescDestroy(op);
+    cublasLtMatrixLayoutDestroy(a);
+    cublasLtMatrixLayoutDestroy(b);
+    cublasLtMatrixLayoutDestroy(d);
+  }
+  void run(const Operands& o, float beta, cudaStream_t stream) {
+    set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, static_cast<const void*>(o.w_scales.data));
+    set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, static_cast<const void*>(o.x_scales_padded.data));
+    const float one = 1;
+    CUBLAS_CHECK(cublasLtMatmul(library(), op, &one, o.w.data, a, o.x.data, b, &beta,
+                                o.y_wanted.data, d, o.y_wanted.data, d, &algorithm, workspace(),
+                                kWorkspace, stream));
+  }
+};
+
+int failed = 0, checked = 0;
+int multiprocessors = 132;
+
+void fill_y(uint8_t* y, const Operands& o, bool f32, bool random) {
+  CUDA_CHECK(cudaMemset(y, 0xab, o.y_bytes(f32) + Operands::kGuard));
+  if (random && f32) {
+    fill_f32<<<256, 256>>>(reinterpret_cast<float*>(y), o.m * o.n, 99);
+  } else if (random) {
+    fill_bf16<<<256, 256>>>(reinterpret_cast<__nv_bfloat16*>(y), o.m * o.n, 99);
+  }
+}
+
+/// Runs both and compares every bit, the guard included.
+void check(const Operands& o, Lt& lt, const std::string& what, bool f32, float beta,
+           const std::function<void()>& ours) {
+  static Memory<unsigned long long> counts(2);
+  fill_y(o.y.data, o, f32, beta != 0);
+  fill_y(o.y_wanted.data, o, f32, beta != 0);
+  lt.run(o, beta, nullptr);
+  ours();
+  // cuBLASLt's padding rows become poison again, so that one comparison covers rows and guard.
+  const size_t row_bytes = o.n * (f32 ? 4 : 2);
+  CUDA_CHECK(cudaMemset(o.y_wanted.data + o.m * row_bytes, 0xab, (o.rows - o.m) * row_bytes));
+  CUDA_CHECK(cudaMemset(counts.data, 0, 16));
+  const size_t words = (o.y_bytes(f32) + Operands::kGuard) / 2;
+  compare<<<1024, 256>>>(reinterpret_cast<uint16_t*>(o.y.data),
+                         reinterpret_cast<uint16_t*>(o.y_wanted.data), words, counts.data);
+  unsigned long long result[2];
+  CUDA_CHECK(cudaMemcpy(result, counts.data, 16, cudaMemcpyDeviceToHost));
+  ++checked;
+  if (result[0] != 0 || result[1] <= static_cast<size_t>(o.m * o.n) / 2) {
+    ++failed;
+    if (failed <= 40) {
+      std::printf("FAIL %lldx%lldx%lld %s %s beta %g: %llu of %zu words differ, %llu alive\n",
+                  static_cast<long long>(o.m), static_cast<long long>(o.n),
+                  static_cast<long long>(o.k), what.c_str(), f32 ? "f32" : "bf16", beta, result[0],
+                  words, result[1]);
+    }
+  }
+}
+
+std::string tile_name(int tile) {
+  return std::to_string(kGemm1d2dTiles[tile].rows) + "x" +
+         std::to_string(kGemm1d2dTiles[tile].cols);
+}
+
+/// Every tile of both products. `limit` multiprocessors make a block walk over several tiles.
+void check_both(const Operands& o, int kind, bool f32, bool thorough) {
+  const std::string scales = " scales " + std::to_string(kind);
+  Lt plain(o, f32, false);
+  for (int tile = 0; tile < kGemm1d2dTileCount; ++tile) {
+    const auto with = [&](bool bias, float beta, int limit) {
+      return [&o, f32, tile, bias, beta, limit] {
+        rowshard::cuda::gemm_1d2d(o.product(f32, bias, beta), limit, nullptr, tile);
+      };
+    };
+    const std::string name = "gemm " + tile_name(tile) + scales;
+    check(o, plain, name, f32, 0, with(false, 0, multiprocessors));
+    check(o, plain, name + " limit 20", f32, 0, with(false, 0, 20));
+    if (thorough) {
+      Lt biased(o, f32, true);
+      check(o, biased, name + " bias", f32, 0, with(true, 0, multiprocessors));
+      check(o, plain, name, f32, 1, with(false, 1, multiprocessors));
+    }
+  }
+  for (const int tokens : {128, 256}) {
+    const auto with = [&](float beta, int limit) {
+      return [&o, f32, tokens, beta, limit] {
+        rowshard::cuda::dgrad_rowwise(o.dgrad(f32, beta), limit, nullptr, tokens);
+      };
+    };
+    const std::string name = "dgrad " + std::to_string(tokens) + scales;
+    check(o, plain, name, f32, 0, with(0, multiprocessors));
+    check(o, plain, name + " limit 20", f32, 0, with(0, 20));
+    if (thorough) {
+      check(o, plain, name, f32, 1, with(1, multiprocessors));
+    }
+  }
+}
+
+/// A few outputs against f64, so that both being wrong together would show.
+void check_against_f64(const Operands& o) {
+  rowshard::cuda::gemm_1d2d(o.product(true, false, 0), multiprocessors, nullptr);
+  std::vector<__nv_fp8_e4m3> x(o.m * o.k), w(o.n * o.k);
+  std::vector<float> xs(blocks_of(o.k) * up(o.m, 4)), ws(blocks_of(o.n) * up(blocks_of(o.k), 4)),
+      y(o.m * o.n);
+  const auto down = [](auto& to, const void* from) {
+    CUDA_CHECK(cudaMemcpy(to.data(), from, to.size() * sizeof to[0], cudaMemcpyDeviceToHost));
+  };
+  down(x, o.x.data), down(w, o.w.data), down(xs, o.x_scales.data), down(ws, o.w_scales.data);
+  down(y, o.y.data);
+  double error = 0, norm = 0;
+  for (int64_t i = 0; i < o.m * o.n; i += 37) {
+    const int64_t row = i / o.n, col = i % o.n;
+    double sum = 0;
+    for (int64_t k = 0; k < o.k; ++k) {
+      sum += double{static_cast<float>(x[row * o.k + k])} *
+             double{static_cast<float>(w[col * o.k + k])} * xs[k / 128 * up(o.m, 4) + row] *
+             ws[col / 128 * up(blocks_of(o.k), 4) + k / 128];
+    }
+    error += (y[i] - sum) * (y[i] - sum);
+    norm += sum * sum;
+  }
+  const double relative = std::sqrt(error / norm);
+  std::printf("against f64: relative error %.2e\n", relative);
+  ++checked;
+  failed += !(relative < 1e-3);
+}
+
+void check_all() {
+  struct Shape {
+    int64_t m, n, k;
+  };
+  std::vector<Shape> shapes = {{64, 128, 512}};
+  for (const int64_t m : {1, 7, 33, 64, 65, 128, 200, 257, 300}) {
+    for (const Shape nk : {Shape{0, 128, 512}, Shape{0, 576, 1536}, Shape{0, 1024, 528},
+                           Shape{0, 192, 16}, Shape{0, 336, 704}}) {
+      shapes.push_back({m, nk.n, nk.k});
+    }
+  }
+  shapes.insert(shapes.end(), {{4096, 4096, 4096},
+                               {2048, 4096, 4096},
+                               {1000, 14336, 4096},
+                               {2048, 4096, 28672},
+                               {4096, 576, 1536},
+                               {4096, 128, 4096}});
+  uint32_t seed = 1;
+  for (const Shape& s : shapes) {
+    const bool large = s.m * s.n > 1 << 20;
+    for (const int kind : {0, 1, 2}) {
+      if (large && kind == 1) {
+        continue;
+      }
+      const Operands o(s.m, s.n, s.k, seed += 10, kind);
+      for (const bool f32 : {false, true}) {
+        check_both(o, kind, f32, kind == 0 && !large);
+      }
+      CUDA_CHECK(cudaDeviceSynchronize());
+    }
+    if (failed > 40) {
+      break;
+    }
+  }
+  check_against_f64(Operands(200, 336, 704, 5, 0));
+  std::printf("check: %d compared, %d failed\n", checked, failed);
+}
+
+struct Side {
+  std::string name;
+  std::function<void(const Operands&, Stream&)> run;
+};
+
+/// Medians in microseconds a launch.
+std::vector<double> time_sides(const std::vector<Side>& sides, const std::vector<Operands>& sets,
+                               double flop) {
+  Stream owner(kGpu);
+  const cudaStream_t stream = native(owner);
+  const int launches =
+      static_cast<int>(up(std::clamp<int64_t>(static_cast<int64_t>(1.2e12 / flop), 4, 64),
+                          static_cast<int64_t>(sets.size())));
+  std::vector<cudaGraphExec_t> graphs;
+  for (const Side& side : sides) {
+    side.run(sets[0], owner);  // loads the module outside the capture
+    CUDA_CHECK(cudaStreamSynchronize(stream));
+    cudaGraph_t graph;
+    CUDA_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    for (int i = 0; i < launches; ++i) {
+      side.run(sets[i % sets.size()], owner);
+    }
+    CUDA_CHECK(cudaStreamEndCapture(stream, &graph));
+    cudaGraphExec_t exec;
+    CUDA_CHECK(cudaGraphInstantiate(&exec, graph, 0));
+    CUDA_CHECK(cudaGraphDestroy(graph));
+    graphs.push_back(exec);
+  }
+  cudaEvent_t begin, end;
+  CUDA_CHECK(cudaEventCreate(&begin));
+  CUDA_CHECK(cudaEventCreate(&end));
+  const auto replay = [&](size_t side) {
+    float ms = 0;
+    CUDA_CHECK(cudaEventRecord(begin, stream));
+    CUDA_CHECK(cudaGraphLaunch(graphs[side], stream));
+    CUDA_CHECK(cudaEventRecord(end, stream));
+    CUDA_CHECK(cudaEventSynchronize(end));
+    CUDA_CHECK(cudaEventElapsedTime(&ms, begin, end));
+    return ms * 1e3 / launches;
+  };
+  for (double load = 0; load < 0.4e6;) {
+    for (size_t i = 0; i < sides.size(); ++i) {
+      load += replay(i) * launches;
+    }
+  }
+  std::vector<std::vector<double>> times(sides.size());
+  for (int r = 0; r < 30; ++r) {
+    for (size_t i = 0; i < sides.size(); ++i) {
+      const size_t side = (i + r) % sides.size();
+      times[side].push_back(replay(side));
+    }
+  }
+  std::vector<double> medians;
+  for (std::vector<double>& t : times) {
+    std::sort(t.begin(), t.end());
+    medians.push_back(t[t.size() / 2]);
+  }
+  for (cudaGraphExec_t graph : graphs) {
+    cudaGraphExecDestroy(graph);
+  }
+  cudaEventDestroy(begin);
+  cudaEventDestroy(end);
+  return medians;
+}
+
+std::vector<Operands> operand_sets(int64_t m, int64_t n, int64_t k) {
+  const double bytes = static_cast<double>(m * k + n * k + 2 * m * n);
+  const int count = static_cast<int>(std::clamp(std::ceil(200e6 / bytes), 3.0, 16.0));
+  std::vector<Operands> sets;
+  for (int i = 0; i < count; ++i) {
+    sets.emplace_back(m, n, k, 1000 + 10 * i, 0, false);
+  }
+  CUDA_CHECK(cudaDeviceSynchronize());
+  return sets;
+}
+
+void print_times(int64_t m, int64_t n, int64_t k, const std::vector<Side>& sides,
+                 const std::vector<double>& us) {
+  std::printf("%6lld %6lld %6lld ", static_cast<long long>(m), static_cast<long long>(n),
+              static_cast<long long>(k));
+  for (size_t i = 0; i < sides.size(); ++i) {
+    std::printf(" | %s %.2f us %.0f T", sides[i].name.c_str(), us[i], 2e-6 * m * n * k / us[i]);
+    if (i > 0) {
+      std::printf(" %.3fx", us[0] / us[i]);
+    }
+  }
+  std::printf("\n");
+  std::fflush(stdout);
+}
+
+void time_shape(int64_t m, int64_t n, int64_t k, bool sweep) {
+  const std::vector<Operands> sets = operand_sets(m, n, k);
+  Lt lt(sets[0], false, false);
+  std::vector<Side> sides = {
+      {"cuBLASLt", [&](const Operands& o, Stream& s) { lt.run(o, 0, native(s)); }}};
+  const int chosen = rowshard::cuda::choose_gemm_1d2d_tile(m, n, k, multiprocessors);
+  for (int tile = 0; tile < kGemm1d2dTileCount; ++tile) {
+    if (tile != chosen && (!sweep || (m > 1024 && n > 1024 && kGemm1d2dTiles[tile].rows == 64))) {
+      continue;
+    }
+    sides.push_back(
+        {tile_name(tile) + (tile == chosen ? "*" : ""), [tile](const Operands& o, Stream& s) {
+           rowshard::cuda::gemm_1d2d(o.product(false, false, 0), multiprocessors, s.native(), tile);
+         }});
+  }
+  print_times(m, n, k, sides, time_sides(sides, sets, 2.0 * m * n * k));
+}
+
+/// dx [M, K] = dy [M, N] · w [N, K]
+void time_dgrad(int64_t m, int64_t n, int64_t k, bool sweep) {
+  const std::vector<Operands> sets = operand_sets(m, k, n);
+  Lt lt(sets[0], false, false);
+  const auto own = [](const Operands& o, Stream& s) {
+    rowshard::cuda::gemm_1d2d(o.product(false, false, 0), multiprocessors, s.native());
+  };
+  const auto direct = [](int tokens) {
+    return [tokens](const Operands& o, Stream& s) {
+      rowshard::cuda::dgrad_rowwise(o.dgrad(false, 0), multiprocessors, s.native(), tokens);
+    };
+  };
+  std::vector<Side> sides = {
+      {"cuBLASLt", [&](const Operands& o, Stream& s) { lt.run(o, 0, native(s)); }},
+      {"own", own},
+      {"rebuild+own",
+       [&](const Operands& o, Stream& s) {
+         o.rebuild(s);
+         own(o, s);
+       }},
+      {"rebuild", [](const Operands& o, Stream& s) { o.rebuild(s); }},
+      {"direct", direct(0)}};
+  if (sweep) {
+    sides.push_back({"direct 256", direct(256)});
+    sides.push_back({"direct 128", direct(128)});
+  }
+  print_times(m, n, k, sides, time_sides(sides, sets, 2.0 * m * n * k));
+}
+
+void time_all(bool sweep) {
+  std::printf("# M N K | side, median us a launch, TFLOP/s, speed over cuBLASLt; * chosen\n");
+  const int64_t shapes[][3] = {
+      {4096, 4096, 4096},  {2048, 4096, 4096},  {8192, 14336, 4096}, {8192, 4096, 14336},
+      {16384, 8192, 8192}, {4096, 14336, 4096}, {4096, 4096, 14336}, {4096, 128, 4096},
+      {4096, 576, 4096},   {4096, 1024, 4096},  {4096, 128, 1536},   {4096, 576, 1536},
+      {4096, 1024, 1536},  {1024, 4096, 4096},  {512, 4096, 4096},   {64, 4096, 4096},
+      {8, 4096, 4096},     {1024, 14336, 4096}, {1024, 4096, 14336}, {2048, 1536, 576},
+      {2048, 576, 1536},   {300, 1024, 28672},  {64, 4096, 14336},   {512, 1024, 4096}};
+  for (const auto& s : shapes) {
+    time_shape(s[0], s[1], s[2], sweep);
+  }
+  // What a launch costs the host.
+  const Operands o(64, 128, 128, 1, 0);
+  Lt lt(o, false, false);
+  for (int side = 0; side < 2; ++side) {
+    CUDA_CHECK(cudaDeviceSynchronize());
+    const auto now = [] {
+      timespec t;
+      clock_gettime(CLOCK_MONOTONIC, &t);
+      return t.tv_sec * 1e6 + t.tv_nsec * 1e-3;
+    };
+    const double begin = now();
+    for (int i = 0; i < 500; ++i) {
+      side ? rowshard::cuda::gemm_1d2d(o.product(false, false, 0), multiprocessors, nullptr)
+           : lt.run(o, 0, nullptr);
+    }
+    std::printf("host cost of a call: %s %.2f us\n", side ? "own" : "cuBLASLt",
+                (now() - begin) / 500);
+  }
+}
+
+void dgrad_all(bool sweep) {
+  std::printf(
+      "# M N K: dx [M, K] = dy [M, N] . w [N, K] | side, median us, TFLOP/s, speed over "
+      "cuBLASLt on a resident columnwise copy\n");
+  const int64_t shapes[][3] = {{4096, 4096, 4096},  {2048, 4096, 4096},  {1024, 4096, 4096},
+                               {512, 4096, 4096},   {4096, 14336, 4096}, {4096, 4096, 14336},
+                               {8192, 4096, 4096},  {8192, 14336, 4096}, {8192, 4096, 14336},
+                               {16384, 8192, 8192}, {4096, 1024, 4096},  {2048, 14336, 4096},
+                               {2048, 4096, 14336}, {2048, 576, 1536},   {2048, 1536, 576}};
+  for (const auto& s : shapes) {
+    time_dgrad(s[0], s[1], s[2], sweep);
+  }
+}
+
+int run(int argc, char** argv) {
+  const std::string mode = argc > 1 ? argv[1] : "check";
+  cudaDeviceProp properties;
+  CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
+  multiprocessors = properties.multiProcessorCount;
+  std::printf("# %s, %d multiprocessors, cuBLASLt %zu\n", properties.name, multiprocessors,
+              cublasLtGetVersion());
+  if (mode == "check") {
+    check_all();
+  } else if (mode == "time") {
+    time_all(argc > 2);
+  } else if (mode == "dgrad") {
+    dgrad_all(argc > 2);
+  } else if (mode == "one" && argc > 4) {
+    const Operands o(std::atoll(argv[2]), std::atoll(argv[3]), std::atoll(argv[4]), 1, 0);
+    for (int i = 0; i < (argc > 5 ? std::atoi(argv[5]) : 1); ++i) {
+      for (const bool f32 : {false, true}) {
+        for (int tile = 0; tile < kGemm1d2dTileCount; ++tile) {
+          rowshard::cuda::gemm_1d2d(o.product(f32, true, 1), multiprocessors, nullptr, tile);
+        }
+        for (const int tokens : {128, 256}) {
+          rowshard::cuda::dgrad_rowwise(o.dgrad(f32, 1), multiprocessors, nullptr, tokens);
+        }
+      }
+    }
+    CUDA_CHECK(cudaDeviceSynchronize());
+  } else {
+    std::printf("own_gemm check | time [sweep] | dgrad [sweep] | one M N K [COUNT]\n");
+    return 2;
+  }
+  CUDA_CHECK(cudaDeviceSynchronize());
+  return failed ? 1 : 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    return run(argc, argv);
+  } catch (const std::exception& error) {
+    std::printf("own_gemm: %s\n", error.what());
+    return 3;
+  }
+}

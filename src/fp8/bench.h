@@ -52,7 +52,7 @@ struct GemmMeasurement {
   double host_us = 0;            // of the calling thread, a warm call
   double bare_host_us = 0;       // of a cublasLtMatmul with everything at hand; 0 on the host
   double best_algorithm_us = 0;  // the fastest of cuBLASLt's candidates; 0 on the host
-  double of_best = 0;            // median_us / best_algorithm_us
+  double of_best = 0;            // fp8_gemm over best_algorithm_us, both on one set of operands
 };
 std::vector<GemmMeasurement> bench_fp8_gemm(const BenchOptions& options,
                                             const std::vector<GemmShape>& shapes, Context& ctx);

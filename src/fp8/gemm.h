@@ -67,7 +67,8 @@ void fp8_gemm(const View& y, const ConstFp8View& x, const ConstFp8View& w,
 
 /// The same on the host in the order that defines the result: per block of K (128, or 32 for MX)
 /// the product of the codes, exact and then rounded to f32; acc = fma(product · x_scale, w_scale,
-/// acc), or fma(product · w_scale, x_scale, acc) for 1×128·128×128; then as above. Slow: for tests.
+/// acc), or fma(product, x_scale · w_scale, acc) for 1×128·128×128, as the kernels do it; then as
+/// above. Slow: for tests.
 void fp8_gemm_oracle(const View& y, const ConstFp8View& x, const ConstFp8View& w,
                      const GemmOptions& options);
 

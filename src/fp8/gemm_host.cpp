@@ -188,7 +188,7 @@ void fp8_gemm_oracle(const View& y, const ConstFp8View& x, const ConstFp8View& w
   const auto* w_codes = static_cast<const uint8_t*>(w.codes.data);
   const ScaleGrid x_scales(x), w_scales(w);
   // Order of the two multiplications: see the header.
-  const bool w_first = w.grouping == Grouping::k128x128 && x.grouping == Grouping::k1x128;
+  const bool scales_first = w.grouping == Grouping::k128x128 && x.grouping == Grouping::k1x128;
 #pragma omp parallel for if (m * n * k > 65536)
   for (int64_t row = 0; row < m; ++row) {
     std::unique_ptr<float[]> sums(new float[n]);
@@ -205,7 +205,8 @@ void fp8_gemm_oracle(const View& y, const ConstFp8View& x, const ConstFp8View& w
         const float x_scale = x_scales.at(row, begin / block);
         const float w_scale = w_scales.at(col, begin / block);
         const float p = static_cast<float>(product);
-        sum = w_first ? std::fma(p * w_scale, x_scale, sum) : std::fma(p * x_scale, w_scale, sum);
+        sum = scales_first ? std::fma(p, x_scale * w_scale, sum)
+                           : std::fma(p * x_scale, w_scale, sum);
       }
       sums[col] = sum;
     }

@@ -110,9 +110,28 @@ Job::Job(World& world, const ModelConfig& config, const ExecutionOptions& execut
   lay_out(config, execution, recompute, all_options);
 }
 
+namespace {
+
+// A stale copy of the model on one machine would make gathers of other sizes, which nobody
+// survives.
+std::string to_text(const ModelConfig& c) {
+  std::string linears;
+  for (const LinearModule& module : c.linears()) {
+    linears += message(" ", module.name, " ", module.n, "x", module.k, module.bias ? " bias" : "");
+  }
+  return message(to_string(c.family), " layers ", c.layers, " hidden ", c.hidden_size, " heads ",
+                 c.heads, " ", c.kv_heads, " ", c.head_dim, " vocabulary ", c.vocab_size, " tied ",
+                 c.tie_word_embeddings, " q_norm ", c.qk_norm, linears, " eps ", c.rms_norm_eps,
+                 " positions ", c.max_position_embeddings, " rope ", to_string(c.rope.type), " ",
+                 c.rope.theta, " ", c.rope.factor, " fp8 ", c.fp8.has_value());
+}
+
+}  // namespace
+
 void Job::lay_out(const ModelConfig& config, const ExecutionOptions& execution, Recompute recompute,
                   const std::string& all_options) {
   world_.agree("options", all_options);
+  world_.agree("the model", to_text(config));
   const std::vector<int> shard_ranks = mesh_.group(world_.rank(), Axis::kShard);
   gather_ = world_.communicator("gather", shard_ranks);
   const std::vector<int> again =

@@ -513,6 +513,24 @@ TEST_F(TrainingTest, OptionsThatDifferAreNamedBeforeAnyCollective) {
   EXPECT_GT(testing::train(world(), options(), 1).losses[0], 0);
 }
 
+// The same options, but one machine holds another model under that name.
+TEST_F(TrainingTest, ModelsThatDifferAreNamedBeforeAnyCollective) {
+  if (size() == 1)
+    GTEST_SKIP() << "one rank agrees with itself";
+  const FinetuneOptions asked = options();
+  ModelConfig config = ModelConfig::load(asked.model);
+  if (rank() == size() - 1)
+    config.intermediate_size += 16;
+  try {
+    Job job(world(), config, asked.execution, asked.recompute, to_text(asked));
+    FAIL() << "ranks with different models started a job";
+  } catch (const ConfigError& error) {
+    const std::string text = error.what();
+    EXPECT_NE(text.find("the model must be the same on all ranks"), std::string::npos) << text;
+    EXPECT_NE(text.find(message("rank ", size() - 1, " has")), std::string::npos) << text;
+  }
+}
+
 TEST_F(TrainingTest, MxOfAnFp8CheckpointIsRefused) {
   FinetuneOptions asked = options("llama_fp8");
   asked.execution.recipe = Recipe::kMx;

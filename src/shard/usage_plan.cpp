@@ -139,14 +139,18 @@ std::string UsagePlan::table(const std::vector<UnitLayout>& units) const {
       << (policy.reshard == ReshardMode::kGroup ? std::to_string(policy.group)
                                                 : to_string(policy.reshard))
       << ", prefetch " << policy.prefetch << "\n";
-  out << std::left << std::setw(12) << "pass" << std::setw(16) << "unit" << std::setw(12)
-      << "rowwise" << std::setw(28) << "gathered meanwhile"
+  size_t longest = 4;
+  for (const PlanStep& step : steps)
+    longest = std::max(longest, units[step.use.unit].name().size());
+  const auto width = static_cast<int>(longest) + 2;
+  out << std::left << std::setw(12) << "pass" << std::setw(width) << "unit" << std::setw(12)
+      << "its bytes" << std::setw(28) << "gathered meanwhile"
       << "after\n";
   for (const PlanStep& step : steps) {
     std::string ahead;
     for (int unit : step.prefetch)
       ahead += (ahead.empty() ? "" : ", ") + units[unit].name();
-    out << std::left << std::setw(12) << to_string(step.use.pass) << std::setw(16)
+    out << std::left << std::setw(12) << to_string(step.use.pass) << std::setw(width)
         << units[step.use.unit].name() << std::setw(12) << (step.gather ? "gather" : "there")
         << std::setw(28) << (ahead.empty() ? "-" : ahead) << after(step) << "\n";
   }

@@ -223,6 +223,28 @@ TEST_P(ReleaseOf, BiasDoesNotBringAColumnwiseDy) {
   }
 }
 
+// Under every form of backward: a bias trains beside a frozen weight as it does beside a trained
+// one.
+TEST_P(ReleaseOf, ABiasGradientDoesNotNeedTheWeightsOwn) {
+  for (const auto how : {BackwardOverride::kNone, BackwardOverride::kHighPrecision,
+                         BackwardOverride::kDequantized}) {
+    for (const bool fp8 : {true, false}) {
+      Module frozen = make({.bias = true, .fp8 = fp8, .backward_override = how});
+      Module trained = make(
+          {.bias = true, .trainable = true, .delay = true, .fp8 = fp8, .backward_override = how});
+      NamedBytes got = frozen.step(), want = trained.step();
+      for (size_t i = 0; i < frozen.weights.size(); ++i) {
+        const std::string name = message(frozen.weights[i].weight.name, i, " bias_gradient");
+        EXPECT_EQ(got[name], want[name]) << name;
+        const bool ran = frozen.kind != ModuleKind::kGroupedLinear || i != 1;
+        EXPECT_EQ(testing::largest(
+                      testing::widened(bench.download<float>(frozen.weights[i].bias_gradient))) > 0,
+                  ran);
+      }
+    }
+  }
+}
+
 TEST_P(ReleaseOf, ABuildWithBothCopiesLosesTheSecondInTheFirstBackward) {
   Module module = make({.columnwise_at_start = true});
   Module lean = make({});

@@ -38,6 +38,13 @@ void add_execution(OptionSet& set, ExecutionOptions& options) {
   set.add("sequence-parallel",
           "with --tp above 1: split activations between layers over the tp ranks",
           options.sequence_parallel);
+  set.add("tp-overlap",
+          "with --tp above 1: transfers of activations run beside the products; false waits for "
+          "each, for comparison, with the same bits",
+          options.tp_overlap);
+  set.add_choice("tp-sums", "bf16|fp32",
+                 "with --tp above 1: what partial products travel in before they are added up",
+                 options.tp_sums, parse_sum_dtype);
   set.add_choice(
       "reshard-after-forward", "true|false|N|resident",
       "a unit after its forward: shard again and gather once more in backward, stay "

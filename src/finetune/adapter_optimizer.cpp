@@ -1,5 +1,7 @@
 #include "finetune/adapter_optimizer.h"
 
+#include <algorithm>
+
 #include "core/trace.h"
 #include "finetune/gradient_clip.h"
 #include "layers/elementwise.h"
@@ -7,8 +9,13 @@
 namespace rowshard {
 
 AdapterOptimizer::AdapterOptimizer(AdapterSet& adapters, Communicator& group, double weight_decay,
-                                   double clip_norm, Context& ctx)
-    : adapters_(adapters), group_(group), ctx_(ctx), clip_norm_(clip_norm) {
+                                   double clip_norm, Context& ctx,
+                                   const TensorParallelGroups& tensor_parallel)
+    : adapters_(adapters),
+      group_(group),
+      tensor_parallel_(tensor_parallel),
+      ctx_(ctx),
+      clip_norm_(clip_norm) {
   hyper_.weight_decay = weight_decay;
   const int64_t part = adapters.count() / group.size();
   const auto vector = [&](Category category, const char* name) {
@@ -33,6 +40,46 @@ ConstView AdapterOptimizer::part(const ConstView& flat) const {
   return flat.slice_rows(group_.rank() * size, size);
 }
 
+View AdapterOptimizer::reduced(int64_t begin, int64_t end) const {
+  const int64_t size = gradient_part_.view().elements(), first = group_.rank() * size;
+  const int64_t from = std::clamp<int64_t>(begin - first, 0, size);
+  const int64_t to = std::clamp<int64_t>(end - first, 0, size);
+  return gradient_part_.view().slice_rows(from, to - from);
+}
+
+// After the sum over the data-parallel ranks: a rank then holds less to send. Tensor-parallel ranks
+// cut their vectors alike, so what one holds a part of, the others do too.
+void AdapterOptimizer::sum_over_tensor_parallel() {
+  const TensorParallelGroups& groups = tensor_parallel_;
+  if (groups.tp && groups.sequence) {
+    groups.tp->all_reduce(reduced(0, adapters_.replicated()), Reduction::kSum, ctx_.stream);
+  }
+  if (groups.kv) {
+    groups.kv->all_reduce(reduced(adapters_.replicated(), adapters_.kv_replicated()),
+                          Reduction::kSum, ctx_.stream);
+  }
+}
+
+void AdapterOptimizer::squares_of_own_part() {
+  const TensorParallelGroups& groups = tensor_parallel_;
+  if (!groups.tp) {
+    sum_of_squares(squares_, gradient_part_, false, ctx_);
+    return;
+  }
+  // What several ranks hold is counted by the first of them.
+  fill_bytes(squares_, 0, ctx_.stream);
+  const auto count = [&](int64_t begin, int64_t end) {
+    const View part = reduced(begin, end);
+    if (part.elements() > 0)
+      sum_of_squares(squares_, part, true, ctx_);
+  };
+  if (groups.tp->rank() == 0)
+    count(0, adapters_.replicated());
+  if (!groups.kv || groups.kv->rank() == 0)
+    count(adapters_.replicated(), adapters_.kv_replicated());
+  count(adapters_.kv_replicated(), adapters_.count());
+}
+
 void AdapterOptimizer::update(double lr, int64_t step) {
   Stream& stream = ctx_.stream;
   size_t used = 0;
@@ -48,9 +95,14 @@ void AdapterOptimizer::update(double lr, int64_t step) {
   const int64_t received = gradients.bytes() - gradients.bytes() / group_.size();
   timed("reduce gradients", received,
         [&] { group_.reduce_scatter(gradient_part_, gradients, Reduction::kSum, stream); });
-  sum_of_squares(squares_, gradient_part_, false, ctx_);
-  timed("global norm", squares_.view().bytes(),
-        [&] { group_.all_reduce(squares_, Reduction::kSum, stream); });
+  if (tensor_parallel_.tp)
+    timed("sum over tp", 0, [&] { sum_over_tensor_parallel(); });
+  squares_of_own_part();
+  timed("global norm", squares_.view().bytes(), [&] {
+    group_.all_reduce(squares_, Reduction::kSum, stream);
+    if (tensor_parallel_.tp)
+      tensor_parallel_.tp->all_reduce(squares_, Reduction::kSum, stream);
+  });
   gradient_scale(clip_, squares_, clip_norm_, stream);
 
   hyper_.lr = lr;
@@ -69,7 +121,7 @@ void AdapterOptimizer::update(double lr, int64_t step) {
 double AdapterOptimizer::reduction_seconds() const {
   double ms = 0;
   for (const auto& [begin, end] : collectives_)
-    ms += group_.size() > 1 ? elapsed_ms(begin, end) : 0;
+    ms += group_.size() > 1 || tensor_parallel_.tp ? elapsed_ms(begin, end) : 0;
   return ms * 1e-3;
 }
 

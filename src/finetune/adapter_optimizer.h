@@ -11,11 +11,19 @@
 
 namespace rowshard {
 
+/// The tensor-parallel ranks that hold this micro-batch with this one. Gradients of factors that
+/// several of them hold are added up over those, exactly once; the norm counts every factor once.
+struct TensorParallelGroups {
+  Communicator* tp = nullptr;  // null: one rank
+  Communicator* kv = nullptr;  // those with the same KV heads; null: nobody else
+  bool sequence = false;       // replicated factors have gradients of this rank's tokens only
+};
+
 class AdapterOptimizer {
  public:
   /// `adapters` and `group` (the ranks that see different data) outlive this.
   AdapterOptimizer(AdapterSet& adapters, Communicator& group, double weight_decay, double clip_norm,
-                   Context& ctx);
+                   Context& ctx, const TensorParallelGroups& tensor_parallel = {});
 
   /// Step `step` (from 1) with the gradients in the adapters, which it leaves summed nowhere: zero
   /// them before the next. A gradient that is not finite changes nothing.
@@ -33,8 +41,14 @@ class AdapterOptimizer {
   ConstView part(const ConstView& flat) const;
 
  private:
+  /// The part of the reduced gradient that lies in [begin, end) of the flat vector.
+  View reduced(int64_t begin, int64_t end) const;
+  void sum_over_tensor_parallel();
+  void squares_of_own_part();
+
   AdapterSet& adapters_;
   Communicator& group_;
+  TensorParallelGroups tensor_parallel_;
   Context& ctx_;
   AdamW hyper_;
   double clip_norm_;

@@ -11,7 +11,8 @@ namespace rowshard {
 std::unique_ptr<AdapterSet> adapters_from(Job& job, const std::filesystem::path& directory) {
   const Adapter adapter = read_adapter(directory);
   auto set = std::make_unique<AdapterSet>(job.config(), adapter.config, job.data_size(),
-                                          job.model().options().activations, 0, job.context());
+                                          job.model().options().activations, 0, job.context(),
+                                          job.model().slice());
   set->load(adapter, job.context());
   return set;
 }
@@ -38,7 +39,12 @@ std::vector<int32_t> run_generate(World& world, const GenerateOptions& options,
   std::vector<float> host(config.vocab_size);
   for (int64_t i = 0; i < options.max_new_tokens; ++i) {
     const int32_t length = static_cast<int32_t>(ids.size());
-    const DeviceBatch batch(ids, std::vector<int32_t>(ids.size(), kIgnoreLabel), {0, length}, ctx);
+    std::vector<int32_t> padded = ids, bounds{0, length};
+    padded.resize(round_up(length, job.pad_multiple()), 0);
+    if (padded.size() > ids.size())
+      bounds.push_back(static_cast<int32_t>(padded.size()));
+    const DeviceBatch batch =
+        job.model().batch(padded, std::vector<int32_t>(padded.size(), kIgnoreLabel), bounds);
     Tensor row = job.arena().tensor(Category::kActivations, "row", DType::kI32, {1});
     const int32_t last = length - 1;
     copy(row, ConstView(&last, DType::kI32, {1}, kHost), ctx.stream);

@@ -74,8 +74,8 @@ std::vector<int> regather_ranks(const ReshardAfterForward& reshard,
 
 DecoderOptions decoder_options(const ExecutionOptions& execution, Recompute recompute,
                                DeviceKind device) {
-  ROWSHARD_CHECK(execution.tp == 1, ConfigError, "--tp ", execution.tp,
-                 ": tensor parallelism is not in this version; use --tp 1");
+  ROWSHARD_CHECK(execution.tp == 1 || execution.recipe != Recipe::kMx, ConfigError, "--tp ",
+                 execution.tp, " with --recipe mx is not in this version; use --recipe block");
   DecoderOptions options;
   options.linear = execution.recipe == Recipe::kBlock ? Storage::kFp8Block
                    : execution.recipe == Recipe::kMx  ? Storage::kMxRowwise
@@ -130,6 +130,10 @@ std::string to_text(const ModelConfig& c) {
 
 void Job::lay_out(const ModelConfig& config, const ExecutionOptions& execution, Recompute recompute,
                   const std::string& all_options) {
+  const DecoderOptions options = decoder_options(execution, recompute, world_.device().kind);
+  // Before the first collective: a model that cannot be cut, on every rank alike.
+  const DecoderSlice slice =
+      DecoderSlice::make(config, options.linear, mesh_.tp, mesh_.coordinates(world_.rank()).tp);
   world_.agree("options", all_options);
   world_.agree("the model", to_text(config));
   const std::vector<int> shard_ranks = mesh_.group(world_.rank(), Axis::kShard);
@@ -139,13 +143,51 @@ void Job::lay_out(const ModelConfig& config, const ExecutionOptions& execution, 
   if (!again.empty())
     regather_ = world_.communicator("regather", again);
   reduce_ = world_.communicator("reduce", mesh_.data_group(world_.rank()));
-  model_ = std::make_unique<DecoderModel>(
-      config, decoder_options(execution, recompute, world_.device().kind), *gather_, ctx_,
-      regather_.get());
+  if (mesh_.tp > 1) {
+    const std::vector<int> ranks = mesh_.group(world_.rank(), Axis::kTp);
+    tp_ = world_.communicator("tp", ranks);
+    tp_host_ = world_.host_communicator("tp host", ranks);
+    if (slice.kv_replicas > 1) {
+      const auto first = ranks.begin() + slice.rank / slice.kv_replicas * slice.kv_replicas;
+      kv_ = world_.communicator("kv", {first, first + slice.kv_replicas});
+    }
+    tp_stream_ = std::make_unique<Stream>(world_.device(), "tp", -1);
+    tensor_parallel_.emplace(TensorParallel{*tp_,
+                                            *tp_stream_,
+                                            execution.sequence_parallel,
+                                            execution.tp_overlap,
+                                            execution.tp_sums == SumDType::kFp32,
+                                            {}});
+  }
+  model_ = std::make_unique<DecoderModel>(config, options, *gather_, ctx_, regather_.get(),
+                                          tensor_parallel());
+}
+
+TensorParallelGroups Job::tensor_parallel_groups() {
+  if (!tensor_parallel_)
+    return {};
+  return {tp_.get(), kv_.get(), tensor_parallel_->sequence};
+}
+
+std::vector<float> Job::full_vector(const AdapterSet& adapters, const ConstView& flat) {
+  const int64_t count = adapters.count(), ranks = mesh_.tp;
+  std::vector<float> flats(ranks * count);
+  const int64_t own = mesh_.coordinates(world_.rank()).tp;
+  const View part(flats.data() + own * count, DType::kF32, {count}, kHost);
+  copy(part, flat, stream_);
+  stream_.synchronize();
+  if (tp_host_) {
+    Stream host(kHost);
+    tp_host_->all_gather(View(flats.data(), DType::kF32, {ranks * count}, kHost), part, host);
+  }
+  return adapters.assemble(flats);
 }
 
 int64_t Job::wire_bytes() const {
-  return gather_->wire_bytes() + reduce_->wire_bytes() + (regather_ ? regather_->wire_bytes() : 0);
+  int64_t bytes = 0;
+  for (const auto* group : {&gather_, &regather_, &reduce_, &tp_, &kv_})
+    bytes += *group ? (*group)->wire_bytes() : 0;
+  return bytes;
 }
 
 double Job::reduce_sum(const View& value) {

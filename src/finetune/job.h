@@ -9,6 +9,7 @@
 #include <optional>
 
 #include "comm/world.h"
+#include "finetune/adapter_optimizer.h"
 #include "finetune/options.h"
 #include "finetune/reporter.h"
 #include "model/decoder_model.h"
@@ -57,12 +58,20 @@ class Job {
   DecoderModel& model() { return *model_; }
   Communicator& gather_group() { return *gather_; }
   Communicator& reduce_group() { return *reduce_; }
+  /// Null with one tensor-parallel rank.
+  TensorParallel* tensor_parallel() { return tensor_parallel_ ? &*tensor_parallel_ : nullptr; }
+  TensorParallelGroups tensor_parallel_groups();
+  /// Micro-batches have a multiple of so many tokens.
+  int64_t pad_multiple() const { return mesh_.tp; }
 
   /// Received by this rank over all of the job's communicators, since they were made.
   int64_t wire_bytes() const;
 
   /// Sum over the data-parallel ranks of one f64 on the device, read on the host.
   double reduce_sum(const View& value);
+  /// A vector of f32 on the device, laid out as the adapters', put together from all
+  /// tensor-parallel ranks: the same full vector on each of them. Collective over them.
+  std::vector<float> full_vector(const AdapterSet& adapters, const ConstView& flat);
 
  private:
   void lay_out(const ModelConfig& config, const ExecutionOptions& execution, Recompute recompute,
@@ -77,6 +86,12 @@ class Job {
   std::unique_ptr<Communicator> gather_;    // units, over dp_shard
   std::unique_ptr<Communicator> regather_;  // units after forward, over a smaller group; or null
   std::unique_ptr<Communicator> reduce_;    // gradients, over dp_replicate x dp_shard
+  // With several tensor-parallel ranks:
+  std::unique_ptr<Communicator> tp_;       // activations
+  std::unique_ptr<Communicator> tp_host_;  // adapters to be saved
+  std::unique_ptr<Communicator> kv_;       // those with the same KV heads; or null
+  std::unique_ptr<Stream> tp_stream_;
+  std::optional<TensorParallel> tensor_parallel_;
   std::unique_ptr<DecoderModel> model_;
 };
 

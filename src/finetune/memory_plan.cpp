@@ -32,27 +32,34 @@ void keep_largest(std::vector<MicroBatch>& largest, MicroBatch batch) {
   largest.push_back(std::move(batch));
 }
 
-// The micro-batches that are planned: the largest of the run, or a full one.
-std::vector<MicroBatch> planned_batches(const FinetuneOptions& options, const ModelConfig& config,
-                                        int data_ranks) {
+struct PlannedBatches {
+  std::vector<MicroBatch> largest;  // of the run
+  std::vector<MicroBatch> step;     // one rank's of the first step
+};
+
+// From the data, or full ones.
+PlannedBatches planned_batches(const FinetuneOptions& options, const ModelConfig& config,
+                               int data_ranks) {
   const int64_t seq_len = resolve_seq_len(options.seq_len, config);
   if (!options.data.empty()) {
     const TokenFile file = TokenFile::open(options.data, config.vocab_size);
     const Batches batches(file, batch_options(options, data_ranks, seq_len),
                           config.max_position_embeddings);
-    std::vector<MicroBatch> largest;
+    PlannedBatches planned;
     DataPosition position;
+    for (int64_t k = 0; k < options.grad_accum; ++k)
+      planned.step.push_back(batches.micro_batch(position, 0, k));
     const int64_t steps =
         options.max_steps > 0 ? options.max_steps : batches.steps_for_epochs(options.epochs);
     for (int64_t step = 0; step < steps; ++step) {
       for (int rank = 0; rank < data_ranks; ++rank) {
         for (int64_t k = 0; k < options.grad_accum; ++k) {
-          keep_largest(largest, batches.micro_batch(position, rank, k));
+          keep_largest(planned.largest, batches.micro_batch(position, rank, k));
         }
       }
       position = batches.advance(position);
     }
-    return largest;
+    return planned;
   }
   MicroBatch full;
   for (int64_t row = 0; row <= options.micro_batch_size; ++row) {
@@ -61,7 +68,7 @@ std::vector<MicroBatch> planned_batches(const FinetuneOptions& options, const Mo
   full.input_ids.assign(options.micro_batch_size * seq_len, 0);
   full.labels = full.input_ids;
   full.valid_tokens = full.tokens();
-  return {full};
+  return {{full}, std::vector<MicroBatch>(options.grad_accum, full)};
 }
 
 int64_t base_parameters(const std::vector<UnitLayout>& units) {
@@ -123,27 +130,47 @@ MemoryPlan plan_memory(const ModelConfig& config, const FinetuneOptions& options
       regather_ranks(execution.reshard_after_forward, gather.members(), 0);
   PlanCommunicator regather("regather", std::max(1, static_cast<int>(again.size())), 0,
                             plan_device);
-  DecoderModel model(config, decoder_options(execution, options.recompute, device), gather, ctx,
-                     again.empty() ? nullptr : &regather);
+  const DecoderOptions decoder = decoder_options(execution, options.recompute, device);
+  PlanCommunicator tp("tp", mesh.tp, 0, plan_device);
+  Stream tp_stream(plan_device, "tp");
+  std::optional<TensorParallel> parallel;
+  if (mesh.tp > 1) {
+    parallel.emplace(TensorParallel{tp,
+                                    tp_stream,
+                                    execution.sequence_parallel,
+                                    execution.tp_overlap,
+                                    execution.tp_sums == SumDType::kFp32,
+                                    {}});
+  }
+  DecoderModel model(config, decoder, gather, ctx, again.empty() ? nullptr : &regather,
+                     parallel ? &*parallel : nullptr);
+  PlanCommunicator kv("kv", model.slice().kv_replicas, 0, plan_device);
+  TensorParallelGroups groups;
+  if (parallel)
+    groups = {&tp, model.slice().kv_replicas > 1 ? &kv : nullptr, parallel->sequence};
   AdapterSet adapters(config, adapter_config(options), mesh.data_parallel(),
-                      model.options().activations, options.seed, ctx);
-  AdapterOptimizer optimizer(adapters, reduce, options.weight_decay, options.clip_norm, ctx);
+                      model.options().activations, options.seed, ctx, model.slice());
+  AdapterOptimizer optimizer(adapters, reduce, options.weight_decay, options.clip_norm, ctx,
+                             groups);
   Tensor loss_sum = arena.tensor(Category::kOptimizer, "loss_sum", DType::kF64, {1});
 
-  const std::vector<MicroBatch> batches = planned_batches(options, config, mesh.data_parallel());
+  const PlannedBatches batches = planned_batches(options, config, mesh.data_parallel());
   MemoryPlan plan;
   arena.reset_peak();
   const auto train = [&](const MicroBatch& host) {
-    const DeviceBatch batch(host.input_ids, host.labels, host.cu_seqlens, ctx);
+    const DeviceBatch batch = model.batch(host.input_ids, host.labels, host.cu_seqlens);
     model.train(batch, adapters, 1.0, loss_sum, Dropout{});
   };
-  for (const MicroBatch& host : batches) {
+  for (const MicroBatch& host : batches.largest) {
     plan.tokens = std::max(plan.tokens, host.tokens());
     train(host);
   }
   regather.reset_wire_bytes();
   gather.reset_wire_bytes();  // what is gathered once for the run is there by now
-  train(batches.front());
+  tp.reset_wire_bytes();
+  // Units have one size; activations that travel have those of the micro-batch.
+  for (const MicroBatch& host : batches.step)
+    train(host);
   reduce.reset_wire_bytes();
   optimizer.update(0, 1);
   reduce.all_reduce(loss_sum, Reduction::kSum, stream);
@@ -151,10 +178,13 @@ MemoryPlan plan_memory(const ModelConfig& config, const FinetuneOptions& options
   plan.ranks = mesh.size();
   plan.trainable = adapters.trainable();
   plan.units = model.units().layouts();
-  plan.base_parameters = base_parameters(plan.units);
+  plan.base_parameters =
+      base_parameters(DecoderUnits(config, DecoderSlice::whole(config), Storage::kPlain,
+                                   model.options().activations, mesh.dp_shard)
+                          .layouts());
   plan.usage = model.training_plan(adapters.lowest_block());
-  plan.wire_bytes =
-      (gather.wire_bytes() + regather.wire_bytes()) * options.grad_accum + reduce.wire_bytes();
+  plan.wire_bytes = gather.wire_bytes() + regather.wire_bytes() + reduce.wire_bytes() +
+                    tp.wire_bytes() + kv.wire_bytes();
   const auto planned = [](const CategoryBytes& bytes) {
     return CategoryPlan{bytes.now, bytes.peak};
   };

@@ -34,6 +34,7 @@ constexpr Names<GemmBackend, 3> kGemmBackends{{{GemmBackend::kAuto, "auto"},
 constexpr Names<CudaTransport, 3> kTransports{{{CudaTransport::kPeer, "peer"},
                                                {CudaTransport::kNccl, "nccl"},
                                                {CudaTransport::kStaged, "staged"}}};
+constexpr Names<SumDType, 2> kSumDTypes{{{SumDType::kBf16, "bf16"}, {SumDType::kFp32, "fp32"}}};
 constexpr Names<DeviceChoice, 3> kDevices{
     {{DeviceChoice::kAuto, "auto"}, {DeviceChoice::kCuda, "cuda"}, {DeviceChoice::kHost, "host"}}};
 
@@ -85,6 +86,9 @@ const char* to_string(LrSchedule schedule) {
 const char* to_string(Recompute recompute) {
   return name_of(kRecomputes, recompute);
 }
+const char* to_string(SumDType dtype) {
+  return name_of(kSumDTypes, dtype);
+}
 const char* to_string(DeviceChoice choice) {
   return name_of(kDevices, choice);
 }
@@ -106,6 +110,9 @@ GemmBackend parse_gemm_backend(const std::string& text) {
 }
 CudaTransport parse_transport(const std::string& text) {
   return parse(kTransports, "--transport", text);
+}
+SumDType parse_sum_dtype(const std::string& text) {
+  return parse(kSumDTypes, "--tp-sums", text);
 }
 DeviceChoice parse_device_choice(const std::string& text) {
   return parse(kDevices, "--device", text);
@@ -177,13 +184,21 @@ void check(const LoraOptions& options) {
 
 namespace {
 
+void check_seq_len(int64_t seq_len, const ExecutionOptions& execution) {
+  check_at_least<int64_t>("--seq-len", seq_len, 0);
+  ROWSHARD_CHECK(seq_len % execution.tp == 0, ConfigError, "--seq-len ", seq_len,
+                 " cannot be split over --tp ", execution.tp, " ranks: use ",
+                 seq_len / execution.tp * execution.tp, " or ",
+                 (seq_len / execution.tp + 1) * execution.tp);
+}
+
 // All but the paths.
 void check_numbers(const FinetuneOptions& options) {
   check(options.lora);
   check(options.execution);
   check_at_least<int64_t>("--micro-batch-size", options.micro_batch_size, 1);
   check_at_least<int64_t>("--grad-accum", options.grad_accum, 1);
-  check_at_least<int64_t>("--seq-len", options.seq_len, 0);
+  check_seq_len(options.seq_len, options.execution);
   check_at_least<int64_t>("--max-steps", options.max_steps, 0);
   ROWSHARD_CHECK(options.max_steps > 0 || options.epochs > 0, ConfigError, "--epochs ",
                  options.epochs, ": must be at least 1 (or give --max-steps)");
@@ -224,7 +239,7 @@ void check(const EvaluateOptions& options) {
   check_given("--data", options.data, kDataIs);
   check(options.execution);
   check_at_least<int64_t>("--micro-batch-size", options.micro_batch_size, 1);
-  check_at_least<int64_t>("--seq-len", options.seq_len, 0);
+  check_seq_len(options.seq_len, options.execution);
 }
 
 void check(const GenerateOptions& options) {

@@ -38,6 +38,10 @@ enum class Recompute {
 const char* to_string(Recompute recompute);  // "none", "block"
 Recompute parse_recompute(const std::string& text);
 
+enum class SumDType { kBf16, kFp32 };
+const char* to_string(SumDType dtype);  // "bf16", "fp32"
+SumDType parse_sum_dtype(const std::string& text);
+
 /// kAuto takes cuda when this process sees a GPU, else the host.
 enum class DeviceChoice { kAuto, kCuda, kHost };
 const char* to_string(DeviceChoice choice);  // "auto", "cuda", "host"
@@ -69,7 +73,10 @@ struct ExecutionOptions {
   int dp_shard = 0;  // 0: the ranks that dp_replicate and tp leave over
   int dp_replicate = 1;
   int tp = 1;
-  bool sequence_parallel = true;  // no effect with tp = 1
+  // No effect with tp = 1:
+  bool sequence_parallel = true;  // tokens are split between layers
+  bool tp_overlap = true;         // transfers run beside the products; off to compare, same bits
+  SumDType tp_sums = SumDType::kBf16;  // what partial products travel in
   ReshardAfterForward reshard_after_forward;
   ColumnwisePolicy columnwise = ColumnwisePolicy::kRelease;
   GemmBackend gemm = GemmBackend::kAuto;  // who computes FP8 products on Hopper

@@ -1,6 +1,7 @@
 #include "finetune/step_bench.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "finetune/trace_file.h"
 
@@ -16,20 +17,32 @@ double median(std::vector<double> values) {
   return values[values.size() / 2];
 }
 
+std::vector<int> all_ranks(const World& world) {
+  std::vector<int> ranks(world.size());
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
+
 class StepBench {
  public:
   StepBench(World& world, const StepBenchOptions& options)
       : options_(options),
         run_(world, options),
-        control_(world.host_communicator("bench control", run_.job().reduce_group().members())) {}
+        control_(world.host_communicator("bench control", all_ranks(world))) {}
 
   StepBenchResult run() {
     PlanPolicy resident = job().model().options().plan;
     resident.reshard = ReshardMode::kResident;
     std::vector<Mode> modes{
         {to_string(options_.execution.reshard_after_forward), job().model().options().plan}};
-    if (options_.baseline && modes[0].plan.reshard != ReshardMode::kResident)
+    if (options_.baseline && modes[0].plan.reshard != ReshardMode::kResident &&
+        job().mesh().dp_shard > 1)
       modes.push_back({"resident", resident});
+    const bool compared = modes.size() == 2;
+    if (options_.baseline && job().tensor_parallel()) {
+      modes.push_back({"tp waits", modes[0].plan});
+      modes.back().overlap = false;
+    }
     for (int turn = 0; turn < kTurns; ++turn) {
       for (Mode& mode : modes)
         measure(mode, (options_.steps + kTurns - 1) / kTurns);
@@ -44,7 +57,7 @@ class StepBench {
     StepBenchResult result;
     for (const Mode& mode : modes)
       result.modes.push_back(summary(mode));
-    if (result.modes.size() == 2) {
+    if (compared) {
       const StepMeasurement& asked = result.modes[0];
       result.not_hidden =
           (asked.step_ms - result.modes[1].step_ms + asked.reduction_ms) / asked.step_ms;
@@ -56,7 +69,8 @@ class StepBench {
   struct Mode {
     std::string name;
     PlanPolicy plan;
-    std::vector<double> step_ms{}, wait_ms{}, reduction_ms{};
+    bool overlap = true;
+    std::vector<double> step_ms{}, wait_ms{}, tp_wait_ms{}, reduction_ms{};
     int64_t wire_bytes = 0, peak_bytes = 0;
   };
 
@@ -79,6 +93,9 @@ class StepBench {
 
   void measure(Mode& mode, int steps) {
     job().model().set_plan(mode.plan);
+    TensorParallel* tp = job().tensor_parallel();
+    if (tp)
+      tp->overlap = mode.overlap && options_.execution.tp_overlap;
     for (int i = 0; i < kWarmUp; ++i)
       step();
     job().arena().reset_peak();
@@ -91,6 +108,7 @@ class StepBench {
       mode.wire_bytes = job().wire_bytes() - wire;
       mode.step_ms.push_back(slowest(seconds * 1e3));
       mode.wait_ms.push_back(slowest(job().model().scheduler().exposed_seconds() * 1e3));
+      mode.tp_wait_ms.push_back(slowest(tp ? tp->waits.seconds() * 1e3 : 0));
       mode.reduction_ms.push_back(slowest(run_.optimizer().reduction_seconds() * 1e3));
     }
     mode.peak_bytes = job().arena().total().peak;
@@ -101,6 +119,7 @@ class StepBench {
     result.mode = mode.name;
     result.step_ms = median(mode.step_ms);
     result.wait_ms = median(mode.wait_ms);
+    result.tp_wait_ms = median(mode.tp_wait_ms);
     result.reduction_ms = median(mode.reduction_ms);
     result.tokens_per_second = static_cast<double>(options_.tokens * options_.grad_accum) *
                                run_.job().mesh().data_parallel() / result.step_ms * 1e3;

@@ -27,6 +27,7 @@ struct StepMeasurement {
   std::string mode;
   double step_ms = 0;
   double wait_ms = 0;            // compute stood waiting for gathers
+  double tp_wait_ms = 0;         // … for activations of other tensor-parallel ranks
   double reduction_ms = 0;       // the collectives of the optimiser
   double tokens_per_second = 0;  // of all ranks
   int64_t wire_bytes = 0;
@@ -34,7 +35,9 @@ struct StepMeasurement {
   double loss = 0, grad_norm = 0;  // the same bits in every step
 };
 struct StepBenchResult {
-  std::vector<StepMeasurement> modes;  // the one asked for, then resident
+  /// The one asked for, then resident; with several tensor-parallel ranks also the one asked for
+  /// with every transfer of activations waited for at once.
+  std::vector<StepMeasurement> modes;
   /// (step of the mode - step of resident + reduction) / step of the mode; only with both.
   std::optional<double> not_hidden;
 };

@@ -28,6 +28,10 @@ AdapterConfig adapter_of(const LoraOptions& lora) {
   return config;
 }
 
+int64_t whole_cols(const WeightSpec& weight) {
+  return weight.slice.is_whole() ? weight.shape[1] : weight.slice.cols;
+}
+
 SyntheticOptions sized(SyntheticOptions options) {
   options.model.max_position_embeddings = options.tokens;
   return options;
@@ -58,16 +62,18 @@ SyntheticRun::SyntheticRun(World& world, const SyntheticOptions& options)
     : options_(sized(options)),
       job_(world, options_.model, options.execution, options.recompute, to_text(options)),
       adapters_(options_.model, adapter_of(options.lora), job_.data_size(),
-                job_.model().options().activations, 1, job_.context()),
-      optimizer_(adapters_, job_.reduce_group(), 0, 1, job_.context()) {
+                job_.model().options().activations, 1, job_.context(), job_.model().slice()),
+      optimizer_(adapters_, job_.reduce_group(), 0, 1, job_.context(),
+                 job_.tensor_parallel_groups()) {
   Context& ctx = job_.context();
   RandomSource source;
   job_.load(source);
   job_.model().set_source([] { return std::make_unique<RandomSource>(); });
   // B is not zero: a product with zeros is faster, and A's gradient would be nothing.
-  std::vector<float> values(adapters_.count(), 0.0f);
+  std::vector<float> full(adapters_.trainable());
   for (int64_t i = 0; i < adapters_.trainable(); ++i)
-    values[i] = static_cast<float>(static_cast<int64_t>(mix(i + 1) >> 40) - (1 << 23)) * 0x1p-30f;
+    full[i] = static_cast<float>(static_cast<int64_t>(mix(i + 1) >> 40) - (1 << 23)) * 0x1p-30f;
+  const std::vector<float> values = adapters_.cut(full);
   copy(adapters_.parameters(),
        ConstView(values.data(), DType::kF32, adapters_.parameters().shape, kHost), ctx.stream);
   ctx.stream.synchronize();
@@ -81,8 +87,8 @@ SyntheticRun::SyntheticRun(World& world, const SyntheticOptions& options)
       ids.push_back(static_cast<int32_t>(mix(i * 8191 + number) % vocabulary));
       labels.push_back(static_cast<int32_t>(mix(i * 131071 + number + 7) % vocabulary));
     }
-    batches_.push_back(std::make_unique<DeviceBatch>(
-        ids, labels, std::vector<int32_t>{0, static_cast<int32_t>(options.tokens)}, ctx));
+    batches_.push_back(std::make_unique<DeviceBatch>(job_.model().batch(
+        ids, labels, std::vector<int32_t>{0, static_cast<int32_t>(options.tokens)})));
   }
 }
 
@@ -93,6 +99,8 @@ SyntheticRun::Step SyntheticRun::step(double lr) {
   const double tokens =
       static_cast<double>(options_.tokens * options_.grad_accum * job_.data_size());
   job_.model().scheduler().reset_exposed();
+  if (TensorParallel* tp = job_.tensor_parallel())
+    tp->waits.reset();
   for (const auto& batch : batches_)
     job_.model().train(*batch, adapters_, 1.0 / tokens, loss_sum_, Dropout{});
   optimizer_.update(lr, ++steps_);
@@ -139,11 +147,7 @@ void SyntheticRun::interrupted_step() {
 }
 
 std::vector<float> SyntheticRun::parameters() {
-  std::vector<float> values(adapters_.count());
-  copy(View(values.data(), DType::kF32, adapters_.parameters().shape, kHost),
-       adapters_.parameters(), job_.context().stream);
-  job_.context().stream.synchronize();
-  return values;
+  return job_.full_vector(adapters_, adapters_.parameters());
 }
 
 void RandomSource::read(const WeightSpec& weight, int64_t begin, int64_t end, std::byte* to) {
@@ -168,24 +172,40 @@ void RandomSource::read(const WeightSpec& weight, int64_t begin, int64_t end, st
     std::copy(bytes.begin() + begin, bytes.begin() + end, to);
     return;
   }
-  // e4m3: below 2, so no NaN. bf16: 2^-8 to 2^-6, of either sign.
+  // e4m3: below 2, so no NaN. bf16: 2^-8 to 2^-6, of either sign. A slice has the bytes of the
+  // whole.
   const bool fp8 = weight.dtype == DType::kE4M3;
   const uint64_t keep = fp8 ? 0xBFBFBFBFBFBFBFBFull : 0x80FF80FF80FF80FFull;
   const uint64_t set = fp8 ? 0 : 0x3C003C003C003C00ull;
   const uint64_t seed = std::hash<std::string>{}(weight.name);
-  for (int64_t word = begin / 8; word * 8 < end; ++word) {
-    const uint64_t bits = (mix(seed + static_cast<uint64_t>(word)) & keep) | set;
-    const auto* bytes = reinterpret_cast<const std::byte*>(&bits);
-    const int64_t first = std::max(begin, word * 8), last = std::min(end, word * 8 + 8);
-    std::memcpy(to + (first - begin), bytes + (first - word * 8), last - first);
+  const auto fill = [&](int64_t from, int64_t until, std::byte* out) {  // bytes of the whole
+    for (int64_t word = from / 8; word * 8 < until; ++word) {
+      const uint64_t bits = (mix(seed + static_cast<uint64_t>(word)) & keep) | set;
+      const auto* bytes = reinterpret_cast<const std::byte*>(&bits);
+      const int64_t first = std::max(from, word * 8), last = std::min(until, word * 8 + 8);
+      std::memcpy(out + (first - from), bytes + (first - word * 8), last - first);
+    }
+  };
+  const int64_t row_bytes = weight.shape[1] * size_of(weight.dtype);
+  const int64_t whole_row = whole_cols(weight) * size_of(weight.dtype);
+  for (int64_t at = begin; at < end;) {
+    const int64_t row = at / row_bytes, until = std::min(end, (row + 1) * row_bytes);
+    const int64_t first = (weight.slice.row + row) * whole_row +
+                          weight.slice.col * size_of(weight.dtype) + (at - row * row_bytes);
+    fill(first, first + (until - at), to + (at - begin));
+    at = until;
   }
 }
 
 void RandomSource::scales(const WeightSpec& weight, float* to) {
-  const int64_t count = ceil_div(weight.shape[0], 128) * ceil_div(weight.shape[1], 128);
-  const float typical = 1.6f / std::sqrt(static_cast<float>(weight.shape[1]));
-  for (int64_t i = 0; i < count; ++i)
-    to[i] = typical * (0.5f + static_cast<float>(i % 11) / 10.0f);
+  const int64_t rows = ceil_div(weight.shape[0], 128), cols = ceil_div(weight.shape[1], 128);
+  const int64_t stride = ceil_div(whole_cols(weight), 128);
+  const float typical = 1.6f / std::sqrt(static_cast<float>(whole_cols(weight)));
+  for (int64_t i = 0; i < rows * cols; ++i) {
+    const int64_t block =
+        (weight.slice.row / 128 + i / cols) * stride + weight.slice.col / 128 + i % cols;
+    to[i] = typical * (0.5f + static_cast<float>(block % 11) / 10.0f);
+  }
 }
 
 }  // namespace rowshard

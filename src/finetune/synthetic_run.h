@@ -45,6 +45,7 @@ class SyntheticRun {
   /// A step that fails in the middle of its plan.
   void interrupted_step();
 
+  /// The full vector, the same at any number of ranks.
   std::vector<float> parameters();
 
   const SyntheticOptions& options() const { return options_; }

@@ -18,6 +18,7 @@ BatchOptions batch_options(const FinetuneOptions& options, int data_ranks, int64
   batches.grad_accum = options.grad_accum;
   batches.dp_size = data_ranks;
   batches.seed = options.seed;
+  batches.pad_multiple = options.execution.tp;
   return batches;
 }
 
@@ -43,9 +44,11 @@ Trainer::Trainer(Job& job, const FinetuneOptions& options, const TokenFile& data
       schedule_(options.lr_schedule, options.lr, options.warmup_steps, max_steps_) {
   Context& ctx = job.context();
   adapters_ = std::make_unique<AdapterSet>(job.config(), adapter_config(options), job.data_size(),
-                                           job.model().options().activations, options.seed, ctx);
-  optimizer_ = std::make_unique<AdapterOptimizer>(*adapters_, job.reduce_group(),
-                                                  options.weight_decay, options.clip_norm, ctx);
+                                           job.model().options().activations, options.seed, ctx,
+                                           job.model().slice());
+  optimizer_ =
+      std::make_unique<AdapterOptimizer>(*adapters_, job.reduce_group(), options.weight_decay,
+                                         options.clip_norm, ctx, job.tensor_parallel_groups());
   loss_sum_ = job.arena().tensor(Category::kOptimizer, "loss_sum", DType::kF64, {1});
 }
 
@@ -54,12 +57,15 @@ StepMetrics Trainer::train_step() {
   const double begin = now_seconds();
   const int64_t wire = job_.wire_bytes();
   job_.model().scheduler().reset_exposed();
+  TensorParallel* tp = job_.tensor_parallel();
+  if (tp)
+    tp->waits.reset();
   const int64_t valid = batches_.valid_tokens(position_);
   fill_bytes(adapters_->gradients(), 0, ctx.stream);
   fill_bytes(loss_sum_, 0, ctx.stream);
   for (int64_t k = 0; k < options_.grad_accum; ++k) {
     const MicroBatch host = batches_.micro_batch(position_, job_.data_rank(), k);
-    const DeviceBatch batch(host.input_ids, host.labels, host.cu_seqlens, ctx);
+    const DeviceBatch batch = job_.model().batch(host.input_ids, host.labels, host.cu_seqlens);
     Dropout dropout;
     dropout.rate = static_cast<float>(options_.lora.dropout);
     dropout.random.seed = options_.seed;
@@ -83,8 +89,9 @@ StepMetrics Trainer::train_step() {
   const double seconds = now_seconds() - begin;
   metrics.step_ms = seconds * 1e3;
   metrics.tokens_per_second = valid / seconds;
-  metrics.exposed_comm_ms =
-      (job_.model().scheduler().exposed_seconds() + optimizer_->reduction_seconds()) * 1e3;
+  metrics.exposed_comm_ms = (job_.model().scheduler().exposed_seconds() +
+                             optimizer_->reduction_seconds() + (tp ? tp->waits.seconds() : 0)) *
+                            1e3;
   metrics.wire_bytes = job_.wire_bytes() - wire;
   job_.arena().mark_steady();
   return metrics;
@@ -99,7 +106,7 @@ EvalMetrics evaluate_all(Job& job, const EvalBatches& batches, const AdapterSet*
   fill_bytes(loss_sum, 0, ctx.stream);
   for (int64_t i = 0; i < batches.count(); ++i) {
     const MicroBatch host = batches.micro_batch(i, job.data_rank());
-    const DeviceBatch batch(host.input_ids, host.labels, host.cu_seqlens, ctx);
+    const DeviceBatch batch = job.model().batch(host.input_ids, host.labels, host.cu_seqlens);
     job.model().evaluate(batch, adapters, loss_sum);
   }
   EvalMetrics metrics;
@@ -116,7 +123,9 @@ EvalMetrics Trainer::evaluate(const EvalBatches& batches) {
 }
 
 void Trainer::save_adapter(const std::filesystem::path& directory) {
-  adapters_->save(directory, job_.context());
+  const std::vector<float> full = job_.full_vector(*adapters_, adapters_->parameters());
+  if (job_.world().rank() == 0)
+    adapters_->save(directory, full);
 }
 
 namespace {
@@ -212,8 +221,7 @@ void run_finetune(World& world, const FinetuneOptions& options, Reporter& report
   }
   if (trace)
     write_trace(*trace, options.trace, world);
-  if (writer)
-    trainer.save_adapter(output / "adapter");
+  trainer.save_adapter(output / "adapter");
   world.barrier();
   reporter.line(job.arena().table());
   reporter.line(message("adapter: ", (output / "adapter").string()));
@@ -231,6 +239,7 @@ EvalMetrics run_evaluate(World& world, const EvaluateOptions& options, Reporter&
   batches.packing = options.packing;
   batches.micro_batch_size = options.micro_batch_size;
   batches.dp_size = job.data_size();
+  batches.pad_multiple = job.pad_multiple();
   const EvalBatches eval(data, batches, job.config().max_position_embeddings);
   job.load();
   return evaluate_all(job, eval, adapters.get(), 0);

@@ -35,7 +35,7 @@ class Trainer {
   void save(const std::filesystem::path& directory);
   /// Continues from what `save` wrote, at any number of ranks.
   void resume(const std::filesystem::path& directory);
-  /// Collective-free; rank 0 calls it.
+  /// Rank 0 writes. Collective over the tensor-parallel ranks, if there are several.
   void save_adapter(const std::filesystem::path& directory);
 
  private:

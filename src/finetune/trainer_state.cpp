@@ -9,16 +9,12 @@ namespace rowshard {
 
 void Trainer::save(const std::filesystem::path& directory) {
   Context& ctx = job_.context();
-  const int64_t count = adapters_->count();
   // Between steps the gradients are of no use to anybody (the next step zeroes them), so the
   // moments are put together there and saving takes no memory of its own.
   const View whole = adapters_->gradients();
   RunState state;
   const auto download = [&](const ConstView& flat, std::vector<float>& values) {
-    values.resize(count);
-    copy(View(values.data(), DType::kF32, {count}, kHost), flat, ctx.stream);
-    ctx.stream.synchronize();
-    values.resize(adapters_->trainable());  // padding is not saved
+    values = job_.full_vector(*adapters_, flat);
   };
   download(adapters_->parameters(), state.parameters);
   job_.reduce_group().all_gather(whole, optimizer_->m(), ctx.stream);
@@ -42,8 +38,8 @@ void Trainer::resume(const std::filesystem::path& directory) {
   ROWSHARD_CHECK(state.step <= max_steps_, ConfigError, directory.string(), " is at step ",
                  state.step, ", beyond this run's ", max_steps_);
   const int64_t count = adapters_->count();
-  const auto upload = [&](std::vector<float>& values, const View& target, bool cut) {
-    values.resize(count, 0.0f);
+  const auto upload = [&](const std::vector<float>& full, const View& target, bool cut) {
+    const std::vector<float> values = adapters_->cut(full);
     const ConstView whole(values.data(), DType::kF32, {count}, kHost);
     copy(target, cut ? optimizer_->part(whole) : whole, ctx.stream);
     ctx.stream.synchronize();

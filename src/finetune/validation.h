@@ -12,7 +12,7 @@
 
 namespace rowshard {
 
-enum class ValidationMode { kSingle, kFsdp2Reshard, kFsdp2Keep, kHsdp, kMxfp8 };
+enum class ValidationMode { kSingle, kFsdp2Reshard, kFsdp2Keep, kHsdp, kTpSp, kFsdp2Tp, kMxfp8 };
 const char* to_string(ValidationMode mode);  // "single", "fsdp2-reshard", …
 /// ConfigError for a mode that is none, or not in this version.
 ValidationMode parse_validation_mode(const std::string& text);

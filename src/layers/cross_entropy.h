@@ -20,4 +20,19 @@ void cross_entropy(const View& loss_sum, const View& logits, const ConstView& la
 void token_losses(const View& losses, const ConstView& logits, const ConstView& labels,
                   Stream& stream);
 
+// -- A vocabulary split over ranks: each holds logits [n, V] of its part, which begins at `first`.
+// Ranks share three numbers a row (statistics, gathered in rank order); what is made of them is the
+// same on every rank.
+
+/// statistics [3, n] f64: each row's maximum, Σ_v exp(z − maximum), and the label's logit, or 0
+/// where the label is not in this part. labels are of the whole `vocabulary` (host: ShapeError
+/// outside it; cuda: NaN).
+void softmax_statistics(const View& statistics, const ConstView& logits, const ConstView& labels,
+                        int64_t first, int64_t vocabulary, Stream& stream);
+/// losses [n] as token_losses; statistics [p, 3, n] of all parts.
+void losses_of_statistics(const View& losses, const ConstView& statistics, Stream& stream);
+/// logits are replaced by this part of (softmax(z) − onehot(label)) · scale.
+void cross_entropy_gradient(const View& logits, const ConstView& statistics,
+                            const ConstView& labels, int64_t first, double scale, Stream& stream);
+
 }  // namespace rowshard

@@ -5,6 +5,7 @@
 #include "layers/dispatch.h"
 #include "layers/elementwise.h"
 #include "layers/host_math.h"
+#include "layers/softmax_totals.h"
 
 namespace rowshard {
 
@@ -14,6 +15,11 @@ void cross_entropy(const View& losses, const View& logits, const ConstView& labe
                    Stream& stream);
 void token_losses(const View& losses, const ConstView& logits, const ConstView& labels,
                   Stream& stream);
+void softmax_statistics(const View& statistics, const ConstView& logits, const ConstView& labels,
+                        int64_t first, int64_t vocabulary, Stream& stream);
+void losses_of_statistics(const View& losses, const ConstView& statistics, Stream& stream);
+void cross_entropy_gradient(const View& logits, const ConstView& statistics,
+                            const ConstView& labels, int64_t first, double scale, Stream& stream);
 }  // namespace cuda
 #endif
 
@@ -102,6 +108,74 @@ void token_losses(const View& losses, const ConstView& logits, const ConstView& 
   });
 }
 
+void softmax_statistics(const View& statistics, const ConstView& logits, const ConstView& labels,
+                        int64_t first, int64_t vocabulary, Stream&) {
+  check_labels(labels, vocabulary);
+  for_host_type(logits.dtype, "softmax_statistics", [&](auto type) {
+    using T = decltype(type);
+    const int64_t rows = logits.dim(0), width = logits.dim(1);
+    const int32_t* label = labels.as<int32_t>();
+    double* out = statistics.as<double>();
+#pragma omp parallel for if (rows * width > kParallelElements)
+    for (int64_t row = 0; row < rows; ++row) {
+      const T* z = logits.as<T>() + row * width;
+      const auto maximum = row_maximum(z, width);
+      const int64_t at = label[row] - first;
+      out[row] = maximum;
+      out[rows + row] = exponential_sum(z, maximum, width);
+      out[2 * rows + row] = at >= 0 && at < width ? double{widen(z[at])} : 0.0;
+    }
+  });
+}
+
+namespace {
+
+/// The whole row's maximum, sum of exponentials and label's logit, from those of the parts.
+SoftmaxTotals totals_of(const ConstView& statistics, int64_t row) {
+  return combine_statistics(statistics.as<double>(), static_cast<int>(statistics.dim(0)),
+                            statistics.dim(2), row);
+}
+
+}  // namespace
+
+void losses_of_statistics(const View& losses, const ConstView& statistics, Stream&) {
+  for_host_type(losses.dtype, "losses_of_statistics", [&](auto type) {
+    using A = decltype(type);
+    A* loss = losses.as<A>();
+    for (int64_t row = 0; row < losses.elements(); ++row) {
+      const SoftmaxTotals totals = totals_of(statistics, row);
+      loss[row] = static_cast<A>(
+          static_cast<Accumulator<A>>(std::log(totals.total) + (totals.maximum - totals.target)));
+    }
+  });
+}
+
+void cross_entropy_gradient(const View& logits, const ConstView& statistics,
+                            const ConstView& labels, int64_t first, double scale, Stream&) {
+  for_host_type(logits.dtype, "cross_entropy_gradient", [&](auto type) {
+    using T = decltype(type);
+    using A = Accumulator<T>;
+    const int64_t rows = logits.dim(0), width = logits.dim(1);
+    const int32_t* label = labels.as<int32_t>();
+#pragma omp parallel for if (rows * width > kParallelElements)
+    for (int64_t row = 0; row < rows; ++row) {
+      T* z = logits.as<T>() + row * width;
+      const SoftmaxTotals totals = totals_of(statistics, row);
+      const A maximum = static_cast<A>(totals.maximum);
+      const A factor = static_cast<A>(scale / totals.total);
+#pragma omp simd
+      for (int64_t v = 0; v < width; ++v) {
+        z[v] = narrow<T>(fast_exp(widen(z[v]) - maximum) * factor);
+      }
+      const int64_t at = label[row] - first;
+      if (at >= 0 && at < width) {
+        z[at] = narrow<T>(
+            static_cast<A>((std::exp(totals.target - totals.maximum) / totals.total - 1) * scale));
+      }
+    }
+  });
+}
+
 }  // namespace host
 
 namespace {
@@ -137,6 +211,54 @@ void token_losses(const View& losses, const ConstView& logits, const ConstView& 
   if (labels.elements() == 0)
     return;
   ROWSHARD_DISPATCH(logits.device, token_losses(losses, logits, labels, stream));
+}
+
+void softmax_statistics(const View& statistics, const ConstView& logits, const ConstView& labels,
+                        int64_t first, int64_t vocabulary, Stream& stream) {
+  check_operands(logits_and_labels(logits, labels) && first >= 0 &&
+                     first + logits.dim(1) <= vocabulary &&
+                     statistics.shape == Shape{3, logits.dim(0)} &&
+                     statistics.dtype == DType::kF64 && statistics.device == logits.device,
+                 "softmax_statistics",
+                 "statistics [3, n] f64, logits [n, V], labels [n] i32, a part of the vocabulary",
+                 {{"statistics", statistics}, {"logits", logits}, {"labels", labels}});
+  if (labels.elements() == 0)
+    return;
+  ROWSHARD_DISPATCH(logits.device,
+                    softmax_statistics(statistics, logits, labels, first, vocabulary, stream));
+}
+
+namespace {
+
+bool statistics_of(const ConstView& statistics, int64_t rows, Device device) {
+  return statistics.shape.rank() == 3 && statistics.dim(0) > 0 && statistics.dim(1) == 3 &&
+         statistics.dim(2) == rows && statistics.dtype == DType::kF64 &&
+         statistics.device == device;
+}
+
+}  // namespace
+
+void losses_of_statistics(const View& losses, const ConstView& statistics, Stream& stream) {
+  check_operands(losses.shape.rank() == 1 &&
+                     (losses.dtype == DType::kF32 || losses.dtype == DType::kF64) &&
+                     statistics_of(statistics, losses.elements(), losses.device),
+                 "losses_of_statistics", "losses [n] f32 or f64, statistics [p, 3, n] f64",
+                 {{"losses", losses}, {"statistics", statistics}});
+  if (losses.elements() == 0)
+    return;
+  ROWSHARD_DISPATCH(losses.device, losses_of_statistics(losses, statistics, stream));
+}
+
+void cross_entropy_gradient(const View& logits, const ConstView& statistics,
+                            const ConstView& labels, int64_t first, double scale, Stream& stream) {
+  check_operands(
+      logits_and_labels(logits, labels) && statistics_of(statistics, logits.dim(0), logits.device),
+      "cross_entropy_gradient", "logits [n, V], statistics [p, 3, n] f64, labels [n] i32",
+      {{"logits", logits}, {"statistics", statistics}, {"labels", labels}});
+  if (labels.elements() == 0)
+    return;
+  ROWSHARD_DISPATCH(logits.device,
+                    cross_entropy_gradient(logits, statistics, labels, first, scale, stream));
 }
 
 }  // namespace rowshard

@@ -1,23 +1,29 @@
 #include "layers/dispatch.h"
 #include "layers/kernel.cuh"
 #include "layers/lora.h"
+#include "layers/mask_runs.h"
 
 namespace rowshard::cuda {
 namespace {
 
 // A thread takes the four neighbouring elements that one call of the generator serves.
 template <typename T>
-__global__ void dropout_kernel(T* y, const T* x, Philox random, int64_t first, int64_t count,
-                               int64_t begin, int64_t groups, float rate, float keep) {
-  const int64_t stride = int64_t{blockDim.x} * gridDim.x;
-  for (int64_t g = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; g < groups; g += stride) {
-    const auto words = random.words(begin + g);
+__global__ void dropout_kernel(T* y, const T* x, Philox random, MaskRuns runs, float rate,
+                               float keep) {
+  const int64_t stride = int64_t{blockDim.x} * gridDim.x, items = runs.count * runs.groups;
+  for (int64_t item = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; item < items;
+       item += stride) {
+    const int64_t run = runs.count == 1 ? 0 : item / runs.groups;
+    const int64_t first = runs.first + run * runs.stride;
+    const int64_t group = first / 4 + (item - run * runs.groups);
+    const auto words = random.words(group);
     for (int lane = 0; lane < 4; ++lane) {
-      const int64_t i = (begin + g) * 4 + lane - first;
-      if (i < 0 || i >= count)
+      const int64_t i = group * 4 + lane - first;
+      if (i < 0 || i >= runs.length)
         continue;
       const float uniform = static_cast<float>(words[lane] >> 8) * 0x1p-24f;
-      y[i] = uniform < rate ? T{} : narrow<T>(widen(x[i]) * keep);
+      const int64_t at = run * runs.length + i;
+      y[at] = uniform < rate ? T{} : narrow<T>(widen(x[at]) * keep);
     }
   }
 }
@@ -27,11 +33,9 @@ __global__ void dropout_kernel(T* y, const T* x, Philox random, int64_t first, i
 void apply_dropout(const View& y, const ConstView& x, const Dropout& dropout, Stream& stream) {
   for_cuda_type(x.dtype, "apply_dropout", [&](auto type) {
     using T = decltype(type);
-    const int64_t count = x.elements(), first = dropout.first_token * x.dim(1);
-    const int64_t begin = first / 4, groups = ceil_div(first + count, 4) - begin;
-    dropout_kernel<<<grid_for(groups), kThreads, 0, native(stream)>>>(
-        y.as<T>(), x.as<T>(), dropout.random, first, count, begin, groups, dropout.rate,
-        1 / (1 - dropout.rate));
+    const MaskRuns runs(x, dropout);
+    dropout_kernel<<<grid_for(runs.count * runs.groups), kThreads, 0, native(stream)>>>(
+        y.as<T>(), x.as<T>(), dropout.random, runs, dropout.rate, 1 / (1 - dropout.rate));
   });
   CUDA_CHECK_LAUNCH("apply_dropout");
 }

@@ -16,4 +16,9 @@ void check_ids(std::span<const int32_t> ids, int64_t vocabulary);
 /// range; on cuda such a row becomes NaN.
 void embedding_lookup(const View& y, const ConstView& table, const ConstView& ids, Stream& stream);
 
+/// The same from rows [first, first + V) of a table of `vocabulary` rows: a token of another row
+/// becomes a row of zeros, so that the sum over the ranks that hold the parts is the lookup, exact.
+void embedding_lookup_part(const View& y, const ConstView& part, int64_t first, int64_t vocabulary,
+                           const ConstView& ids, Stream& stream);
+
 }  // namespace rowshard

@@ -23,12 +23,16 @@ struct LoraFactors {
 };
 
 /// The mask is a pure function of (random, element), so backward makes it again and nothing is
-/// kept. Element k of token t is dropped when random.uniform((first_token + t) · K + k) < rate; the
-/// others are divided by (1 − rate).
+/// kept. Element k of token t is dropped when
+///   random.uniform((first_token + t) · columns + first_column + k) < rate;
+/// the others are divided by (1 − rate). So a rank that holds some tokens, or some features of
+/// them, draws its part of the whole's mask.
 struct Dropout {
-  float rate = 0;           // [0, 1); 0 skips
-  Philox random;            // one stream per (step, adapter)
-  int64_t first_token = 0;  // global index of this rank's row 0
+  float rate = 0;            // [0, 1); 0 skips
+  Philox random;             // one stream per (step, adapter)
+  int64_t first_token = 0;   // global index of this rank's row 0
+  int64_t first_column = 0;  // feature of the whole that column 0 of x is
+  int64_t columns = 0;       // features of the whole; 0: those of x
 };
 
 /// What forward leaves for backward, besides x.

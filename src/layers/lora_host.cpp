@@ -2,6 +2,7 @@
 #include "layers/dispatch.h"
 #include "layers/elementwise.h"
 #include "layers/lora.h"
+#include "layers/mask_runs.h"
 
 namespace rowshard {
 
@@ -19,20 +20,22 @@ void apply_dropout(const View& y, const ConstView& x, const Dropout& dropout, St
     using A = Accumulator<T>;
     T* out = y.as<T>();
     const T* in = x.as<T>();
-    const int64_t count = x.elements();
-    const int64_t first = dropout.first_token * x.dim(1);
+    const MaskRuns runs(x, dropout);
     const A keep = 1 / (1 - static_cast<A>(dropout.rate));
     // One call of the generator gives four neighbouring elements.
-    const int64_t begin = first / 4, end = ceil_div(first + count, 4);
-#pragma omp parallel for if (count > kParallelElements)
-    for (int64_t group = begin; group < end; ++group) {
+#pragma omp parallel for if (x.elements() > kParallelElements)
+    for (int64_t item = 0; item < runs.count * runs.groups; ++item) {
+      const int64_t run = item / runs.groups;
+      const int64_t first = runs.first + run * runs.stride;
+      const int64_t group = first / 4 + item % runs.groups;
       const auto words = dropout.random.words(group);
       for (int64_t lane = 0; lane < 4; ++lane) {
         const int64_t i = group * 4 + lane - first;
-        if (i < 0 || i >= count)
+        if (i < 0 || i >= runs.length)
           continue;
         const float uniform = static_cast<float>(words[lane] >> 8) * 0x1p-24f;
-        out[i] = uniform < dropout.rate ? T{} : narrow<T>(widen(in[i]) * keep);
+        const int64_t at = run * runs.length + i;
+        out[at] = uniform < dropout.rate ? T{} : narrow<T>(widen(in[at]) * keep);
       }
     }
   });
@@ -45,6 +48,9 @@ void apply_dropout(const View& y, const ConstView& x, const Dropout& dropout, St
                  {{"y", y}, {"x", x}});
   ROWSHARD_CHECK(dropout.rate >= 0 && dropout.rate < 1, ConfigError,
                  "the dropout rate must be in [0, 1); got ", dropout.rate);
+  ROWSHARD_CHECK(dropout.columns == 0 || dropout.first_column + x.dim(1) <= dropout.columns,
+                 ShapeError, "apply_dropout: columns ", dropout.first_column, " on of ",
+                 dropout.columns, " for x ", describe(x));
   if (x.elements() == 0)
     return;
   ROWSHARD_DISPATCH(x.device, apply_dropout(y, x, dropout, stream));

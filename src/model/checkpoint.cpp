@@ -338,12 +338,18 @@ std::vector<float> Checkpoint::read_f32(const std::string& name) const {
 
 std::vector<float> Checkpoint::read_rows_f32(const std::string& name, int64_t row_begin,
                                              int64_t rows) const {
+  return read_block_f32(name, row_begin, rows, 0, rows_and_cols(tensors_.at(name)).second);
+}
+
+std::vector<float> Checkpoint::read_block_f32(const std::string& name, int64_t row_begin,
+                                              int64_t rows, int64_t col_begin, int64_t cols) const {
   const TensorInfo& info = tensors_.at(name);
-  const int64_t all = rows_and_cols(info).first;
+  const auto [all_rows, all_cols] = rows_and_cols(info);
   ROWSHARD_CHECK(is_plain(info), ConfigError, tensors_.file_of(name).string(), ": tensor ", name,
                  " is ", info.describe(), ", and BF16, F16 or F32 is needed");
-  std::vector<std::byte> bytes(all == 0 ? 0 : rows * (info.bytes / all));
-  tensors_.read_rows(name, row_begin, rows, bytes.data());
+  const int64_t all = all_rows * all_cols;
+  std::vector<std::byte> bytes(all == 0 ? 0 : rows * cols * (info.bytes / all));
+  tensors_.read_block(name, row_begin, rows, col_begin, cols, bytes.data());
   if (info.tag == "F32")
     return widen_all<float>(bytes);
   return info.tag == "F16" ? widen_all<f16>(bytes) : widen_all<bf16>(bytes);

@@ -68,6 +68,9 @@ class Checkpoint {
   /// A tensor of f32, f16 or bf16 as f32 (exact), rows [row_begin, +rows) of [dims[0], rest].
   std::vector<float> read_f32(const std::string& name) const;
   std::vector<float> read_rows_f32(const std::string& name, int64_t row_begin, int64_t rows) const;
+  /// Rows [row_begin, +rows) and columns [col_begin, +cols) of it, packed.
+  std::vector<float> read_block_f32(const std::string& name, int64_t row_begin, int64_t rows,
+                                    int64_t col_begin, int64_t cols) const;
   /// All scales of an FP8 weight, as f32 (exact), [ceil(N/128), ceil(K/128)]. ConfigError for a
   /// NaN or infinite scale.
   std::vector<float> read_scales(const std::string& weight) const;

@@ -27,6 +27,10 @@ struct BlockLayers {
       linear[i].dropout.random.stream += i;
       linear[i].columnwise = policy;
     }
+    linear[kO].dropout.first_column = shape.first_head * shape.head_dim;
+    linear[kO].dropout.columns = shape.all_heads * shape.head_dim;
+    linear[kDown].dropout.first_column = shape.first_ffn;
+    linear[kDown].dropout.columns = shape.all_ffn;
     qkv.norm = rms(weights.input_norm, shape);
     qkv.linears = std::span<const Linear>(linear).subspan(kQ, 3);
     mlp.norm = rms(weights.post_norm, shape);
@@ -66,16 +70,20 @@ void head_norm(const View& y, Tensor& raw, Tensor& rstd, const Norm& norm, int64
 
 void block_forward(const View& y, const BlockShape& s, const BlockWeights& weights,
                    const BlockAdapters& adapters, const Segments& segments, const RopeTable& table,
-                   BlockSaved& saved, Context& ctx) {
+                   BlockSaved& saved, TensorParallel* tp, Context& ctx) {
   const View x = saved.x;
-  const int64_t tokens = x.dim(0);
+  const int64_t tokens = segments.tokens();
   const Scratch make{ctx, x.dtype};
   const BlockLayers layers(s, weights, adapters, ColumnwisePolicy::kRelease);
   saved.q = make("block.q", tokens, s.heads * s.head_dim);
   saved.k = make("block.k", tokens, s.kv_heads * s.head_dim);
   saved.v = make("block.v", tokens, s.kv_heads * s.head_dim);
-  layer_norm_linear_forward(std::array<View, 3>{saved.q, saved.k, saved.v}, x, layers.qkv,
-                            &saved.qkv, ctx);
+  const std::array<View, 3> qkv{saved.q, saved.k, saved.v};
+  if (tp) {
+    parallel_norm_linear_forward(qkv, x, layers.qkv, saved.parallel_qkv, *tp, ctx);
+  } else {
+    layer_norm_linear_forward(qkv, x, layers.qkv, &saved.qkv, ctx);
+  }
   if (weights.q_norm.data) {
     head_norm(saved.q, saved.q_raw, saved.q_rstd, rms(weights.q_norm, s), s.heads, ctx);
     head_norm(saved.k, saved.k_raw, saved.k_rstd, rms(weights.k_norm, s), s.kv_heads, ctx);
@@ -92,23 +100,37 @@ void block_forward(const View& y, const BlockShape& s, const BlockWeights& weigh
   attention(saved.o.view().reshape(q.shape), saved.lse, q, k, v, segments,
             1.0 / std::sqrt(static_cast<double>(s.head_dim)), ctx);
 
-  saved.mid = make("block.mid", tokens, s.hidden);
-  linear_forward(saved.mid, saved.o, layers.linear[kO], &saved.out, ctx);
+  saved.mid = make("block.mid", x.dim(0), s.hidden);
+  if (tp) {
+    row_parallel_forward(saved.mid, saved.o, layers.linear[kO], &saved.parallel_out, *tp, ctx);
+  } else {
+    linear_forward(saved.mid, saved.o, layers.linear[kO], &saved.out, ctx);
+  }
   add(saved.mid, saved.mid, x, ctx.stream);
-  layer_norm_mlp_forward(y, saved.mid, layers.mlp, &saved.mlp, ctx);
+  if (tp) {
+    parallel_norm_mlp_forward(y, saved.mid, layers.mlp, saved.parallel_mlp, *tp, ctx);
+  } else {
+    layer_norm_mlp_forward(y, saved.mid, layers.mlp, &saved.mlp, ctx);
+  }
   add(y, y, saved.mid, ctx.stream);
 }
 
 void block_backward(const View& dx, const BlockShape& s, const BlockWeights& weights,
                     const BlockAdapters& adapters, const Segments& segments, const RopeTable& table,
-                    BlockSaved& saved, bool need_dx, ColumnwisePolicy policy, Context& ctx) {
-  const int64_t tokens = dx.dim(0);
+                    BlockSaved& saved, bool need_dx, ColumnwisePolicy policy, TensorParallel* tp,
+                    Context& ctx) {
+  const int64_t tokens = segments.tokens();
   const Scratch make{ctx, dx.dtype};
   const View none;
   const BlockLayers layers(s, weights, adapters, policy);
   // Below this half only the attention's own adapters, or blocks further down, want a gradient.
   const bool need_mid = need_dx || adapters.any_attention();
-  layer_norm_mlp_backward(need_mid ? dx : none, dx, saved.mlp, layers.mlp, true, ctx);
+  const View d_mid = need_mid ? dx : none;
+  if (tp) {
+    parallel_norm_mlp_backward(d_mid, dx, saved.mid, layers.mlp, saved.parallel_mlp, *tp, ctx);
+  } else {
+    layer_norm_mlp_backward(d_mid, dx, saved.mlp, layers.mlp, true, ctx);
+  }
   if (!need_mid)
     return;
   saved.mid.reset();
@@ -119,7 +141,12 @@ void block_backward(const View& dx, const BlockShape& s, const BlockWeights& wei
   const bool need_qkv =
       need_dx || adapters.linear[kQ] || adapters.linear[kK] || adapters.linear[kV];
   Tensor d_o = make("block.d_o", need_qkv ? tokens : 0, s.heads * s.head_dim);
-  linear_backward(need_qkv ? d_o.view() : none, dx, saved.out, layers.linear[kO], false, ctx);
+  const View d_out = need_qkv ? d_o.view() : none;
+  if (tp) {
+    row_parallel_backward(d_out, dx, saved.o, layers.linear[kO], saved.parallel_out, *tp, ctx);
+  } else {
+    linear_backward(d_out, dx, saved.out, layers.linear[kO], false, ctx);
+  }
   if (!need_qkv)
     return;
 
@@ -143,8 +170,13 @@ void block_backward(const View& dx, const BlockShape& s, const BlockWeights& wei
     norm_of_heads(d_q, saved.q_raw, saved.q_rstd, weights.q_norm);
     norm_of_heads(d_k, saved.k_raw, saved.k_rstd, weights.k_norm);
   }
-  layer_norm_linear_backward(need_dx ? dx : none, std::array<ConstView, 3>{d_q, d_k, d_v},
-                             saved.qkv, layers.qkv, true, ctx);
+  const std::array<ConstView, 3> d_qkv{d_q, d_k, d_v};
+  const View d_x = need_dx ? dx : none;
+  if (tp) {
+    parallel_norm_linear_backward(d_x, d_qkv, saved.x, layers.qkv, saved.parallel_qkv, *tp, ctx);
+  } else {
+    layer_norm_linear_backward(d_x, d_qkv, saved.qkv, layers.qkv, true, ctx);
+  }
 }
 
 }  // namespace rowshard

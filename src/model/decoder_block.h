@@ -11,7 +11,7 @@
 #include <array>
 
 #include "layers/attention.h"
-#include "layers/layer_norm_mlp.h"
+#include "layers/parallel_modules.h"
 #include "layers/rope.h"
 
 namespace rowshard {
@@ -19,9 +19,14 @@ namespace rowshard {
 /// The order of ModelConfig::linears().
 enum LinearIndex { kQ, kK, kV, kO, kGate, kUp, kDown, kLinearCount };
 
+/// What of a block this rank computes: under tensor parallelism its own heads and part of the FFN.
 struct BlockShape {
   int64_t hidden, ffn, heads, kv_heads, head_dim;
   double rms_norm_eps;
+  // The first head and FFN feature in the whole model, and how many it has: dropout draws its masks
+  // for the whole.
+  int64_t first_head = 0, all_heads = 0;
+  int64_t first_ffn = 0, all_ffn = 0;
 };
 
 /// The gathered weights of one block; views into its unit.
@@ -38,9 +43,10 @@ struct BlockAdapters {
   bool any_attention() const { return linear[kQ] || linear[kK] || linear[kV] || linear[kO]; }
 };
 
-/// What forward leaves for backward. T tokens, activations in the compute dtype.
+/// What forward leaves for backward. T tokens, activations in the compute dtype. The residual
+/// stream holds all tokens, or this rank's with sequence parallelism.
 struct BlockSaved {
-  Tensor x, mid;  // [T, H] block input; residual stream between the two halves
+  Tensor x, mid;  // [residual rows, H] block input; the stream between the two halves
   LayerNormLinearSaved qkv;
   Tensor q_raw, k_raw;    // [T, heads·D] before q/k norm, only with q_norm
   Tensor q_rstd, k_rstd;  // [T·heads], only with q_norm
@@ -48,17 +54,23 @@ struct BlockSaved {
   Tensor lse;             // [T, heads]
   LinearSaved out;
   LayerNormMlpSaved mlp;
+  // Under tensor parallelism, in place of qkv, out and mlp.
+  ParallelNormSaved parallel_qkv;
+  ParallelSaved parallel_out;
+  ParallelMlpSaved parallel_mlp;
 };
 
-/// y [T, H] from saved.x, which the caller has filled. Everything else of `saved` is made here.
+/// y [residual rows, H] from saved.x, which the caller has filled. Everything else of `saved` is
+/// made here. tp null: one rank computes the block.
 void block_forward(const View& y, const BlockShape& shape, const BlockWeights& weights,
                    const BlockAdapters& adapters, const Segments& segments, const RopeTable& rope,
-                   BlockSaved& saved, Context& ctx);
+                   BlockSaved& saved, TensorParallel* tp, Context& ctx);
 
-/// dx [T, H] holds dy on entry and dx on return; the adapters' gradients are added to. With
-/// `need_dx` false (nothing below is trained) dx is left undefined and no work is done for it.
+/// dx [residual rows, H] holds dy on entry and dx on return; the adapters' gradients are added to.
+/// With `need_dx` false (nothing below is trained) dx is left undefined and no work is done for it.
 void block_backward(const View& dx, const BlockShape& shape, const BlockWeights& weights,
                     const BlockAdapters& adapters, const Segments& segments, const RopeTable& rope,
-                    BlockSaved& saved, bool need_dx, ColumnwisePolicy policy, Context& ctx);
+                    BlockSaved& saved, bool need_dx, ColumnwisePolicy policy, TensorParallel* tp,
+                    Context& ctx);
 
 }  // namespace rowshard

@@ -48,16 +48,24 @@ class PassGuard {
 }  // namespace
 
 DeviceBatch::DeviceBatch(const std::vector<int32_t>& ids, const std::vector<int32_t>& labels,
-                         const std::vector<int32_t>& bounds, Context& ctx)
+                         const std::vector<int32_t>& bounds, Context& ctx, int ranks, int rank)
     : tokens_(static_cast<int64_t>(ids.size())) {
   ROWSHARD_CHECK(labels.size() == ids.size(), ShapeError, "a micro-batch of ", ids.size(),
                  " ids and ", labels.size(), " labels");
-  std::vector<int32_t> rows, kept;
+  ROWSHARD_CHECK(tokens_ % ranks == 0, ShapeError, "a micro-batch of ", tokens_,
+                 " tokens cannot be split over ", ranks, " tensor-parallel ranks");
+  const int64_t share = tokens_ / ranks;
+  labelled_of_ranks_.assign(ranks, 0);
+  std::vector<int32_t> rows, kept, own;
   for (size_t i = 0; i < labels.size(); ++i) {
     if (labels[i] < 0)
       continue;
     rows.push_back(static_cast<int32_t>(i));
     kept.push_back(labels[i]);
+    const auto holder = static_cast<int>(static_cast<int64_t>(i) / share);
+    ++labelled_of_ranks_[holder];
+    if (holder == rank)
+      own.push_back(static_cast<int32_t>(static_cast<int64_t>(i) - rank * share));
   }
   labelled_ = static_cast<int64_t>(rows.size());
   if (tokens_ == 0)
@@ -65,18 +73,37 @@ DeviceBatch::DeviceBatch(const std::vector<int32_t>& ids, const std::vector<int3
   ids_ = upload(ids, "batch.ids", ctx);
   rows_ = upload(rows, "batch.rows", ctx);
   labels_ = upload(kept, "batch.labels", ctx);
+  if (ranks > 1)
+    own_rows_ = upload(own, "batch.own_rows", ctx);
   segments_ = std::make_unique<Segments>(bounds, ctx);
   ctx.stream.synchronize();  // the vectors above leave scope
 }
 
+namespace {
+
+BlockShape block_shape(const ModelConfig& config, const DecoderSlice& slice) {
+  BlockShape shape{config.hidden_size,    slice.ffn.size(), slice.heads.size(),
+                   slice.kv_heads.size(), config.head_dim,  config.rms_norm_eps};
+  shape.first_head = slice.heads.begin;
+  shape.all_heads = config.heads;
+  shape.first_ffn = slice.ffn.begin;
+  shape.all_ffn = config.intermediate_size;
+  return shape;
+}
+
+}  // namespace
+
 DecoderModel::DecoderModel(const ModelConfig& config, const DecoderOptions& options,
-                           Communicator& gather_group, Context& ctx, Communicator* regather_group)
+                           Communicator& gather_group, Context& ctx, Communicator* regather_group,
+                           TensorParallel* tp)
     : config_(config),
       options_(options),
-      shape_{config.hidden_size, config.intermediate_size, config.heads,
-             config.kv_heads,    config.head_dim,          config.rms_norm_eps},
+      tp_(tp),
+      slice_(tp ? DecoderSlice::make(config, options.linear, tp->size(), tp->rank())
+                : DecoderSlice::whole(config)),
+      shape_(block_shape(config, slice_)),
       ctx_(ctx),
-      units_(config, options.linear, options.activations, gather_group.size()),
+      units_(config, slice_, options.linear, options.activations, gather_group.size()),
       rope_(config.head_dim, config.max_position_embeddings, config.rope.theta,
             rope_scaling(config.rope), ctx) {
   std::vector<ShardedUnit*> pointers;
@@ -184,9 +211,15 @@ Tensor DecoderModel::embed(const DeviceBatch& batch) {
   ShardedUnit& unit = scheduler_->acquire(units_.embedding(), Pass::kForward);
   Tensor x;
   if (batch.tokens() > 0) {
+    const ConstView table = unit.plain(units_.embedding_table());
+    const int64_t rows = tp_ ? tp_->residual_rows(batch.tokens()) : batch.tokens();
     x = ctx_.arena.tensor(Category::kActivations, "x", options_.activations,
-                          {batch.tokens(), config_.hidden_size});
-    embedding_lookup(x, unit.plain(units_.embedding_table()), batch.ids(), ctx_.stream);
+                          {rows, config_.hidden_size});
+    if (tp_) {
+      vocabulary_parallel_embedding(x, vocabulary_part(table), batch.ids(), *tp_, ctx_);
+    } else {
+      embedding_lookup(x, table, batch.ids(), ctx_.stream);
+    }
   }
   scheduler_->release(units_.embedding(), Pass::kForward);
   return x;
@@ -194,6 +227,8 @@ Tensor DecoderModel::embed(const DeviceBatch& batch) {
 
 void DecoderModel::head_loss(ShardedUnit& unit, const DeviceBatch& batch, const ConstView& x,
                              double scale, const View& loss_sum, const View* dx) {
+  if (tp_)
+    return parallel_head_loss(unit, batch, x, scale, loss_sum, dx);
   const int64_t hidden = config_.hidden_size;
   const Norm norm{.weight = unit.plain(units_.final_norm()), .eps = config_.rms_norm_eps};
   LinearWeight head;
@@ -237,6 +272,43 @@ void DecoderModel::head_loss(ShardedUnit& unit, const DeviceBatch& batch, const 
   }
 }
 
+VocabularyPart DecoderModel::vocabulary_part(const ConstView& table) const {
+  return {table, slice_.vocabulary.begin, config_.vocab_size};
+}
+
+void DecoderModel::parallel_head_loss(ShardedUnit& unit, const DeviceBatch& batch,
+                                      const ConstView& x, double scale, const View& loss_sum,
+                                      const View* dx) {
+  const int64_t hidden = config_.hidden_size;
+  const Norm norm{.weight = unit.plain(units_.final_norm()), .eps = config_.rms_norm_eps};
+  // Only positions with a label go through the head: this rank's, or with all tokens here, all.
+  const ConstView rows = tp_->sequence ? batch.own_rows() : batch.rows();
+  const auto scratch = [&](const char* name) {
+    return ctx_.arena.tensor(Category::kActivations, name, options_.activations,
+                             {rows.dim(0), hidden});
+  };
+  Tensor gathered = scratch("head.x");
+  gather_rows(gathered, x, rows, ctx_.stream);
+  Tensor normed = scratch("head.normed");
+  Tensor rstd = ctx_.arena.tensor(Category::kActivations, "head.rstd", DType::kF32, {rows.dim(0)});
+  if (rows.dim(0) > 0)  // another rank may have all of them
+    norm_forward(normed, nullptr, rstd, gathered, norm, ctx_.stream);
+  const Tensor d_normed = dx ? scratch("head.d_normed") : Tensor();
+  const View d_view = d_normed;
+  vocabulary_parallel_loss(
+      loss_sum, dx ? &d_view : nullptr, normed, batch.labels(), batch.labelled_of_ranks(),
+      vocabulary_part(unit.plain(units_.head_matrix())), scale, kHeadRows, *tp_, ctx_);
+  if (!dx)
+    return;
+  fill_bytes(*dx, 0, ctx_.stream);
+  normed.reset();
+  if (rows.dim(0) == 0)
+    return;
+  const Tensor d_rows = scratch("head.d_rows");
+  norm_backward(d_rows, d_normed, gathered, norm, rstd, false, {}, ctx_);
+  scatter_add_rows(*dx, d_rows, rows, ctx_.stream);
+}
+
 void DecoderModel::train(const DeviceBatch& batch, const AdapterSet& adapters, double scale,
                          const View& loss_sum, const Dropout& dropout) {
   const int64_t lowest = adapters.lowest_block();
@@ -254,7 +326,7 @@ void DecoderModel::train(const DeviceBatch& batch, const AdapterSet& adapters, d
       const BlockAdapters block = block_adapters(&adapters, layer, dropout);
       saved[layer].x = std::move(x);
       block_forward(y, shape_, block_weights(unit, units_.block_indices()), block, batch.segments(),
-                    rope_, saved[layer], ctx_);
+                    rope_, saved[layer], tp_, ctx_);
       // Backward never goes below the lowest adapter; with recompute it starts from the input.
       if (layer < lowest) {
         saved[layer] = BlockSaved{};
@@ -292,7 +364,7 @@ void DecoderModel::train(const DeviceBatch& batch, const AdapterSet& adapters, d
       if (!empty) {
         Tensor y = ctx_.arena.tensor(Category::kActivations, "x", dx.dtype(), dx.shape());
         block_forward(y, shape_, block_weights(*unit, units_.block_indices()), block,
-                      batch.segments(), rope_, saved[layer], ctx_);
+                      batch.segments(), rope_, saved[layer], tp_, ctx_);
       }
       if (apart)
         scheduler_->release(forward_unit, Pass::kBackward);
@@ -302,7 +374,7 @@ void DecoderModel::train(const DeviceBatch& batch, const AdapterSet& adapters, d
     if (!empty) {
       block_backward(dx, shape_, block_weights(*unit, units_.backward_indices()), block,
                      batch.segments(), rope_, saved[layer], layer > lowest, options_.columnwise,
-                     ctx_);
+                     tp_, ctx_);
       saved[layer] = BlockSaved{};
     }
     scheduler_->release(backward_unit, Pass::kBackward);
@@ -319,7 +391,7 @@ Tensor DecoderModel::forward_only(const DeviceBatch& batch, const AdapterSet* ad
       BlockSaved saved;
       saved.x = std::move(x);
       block_forward(y, shape_, block_weights(unit, units_.block_indices()),
-                    block_adapters(adapters, layer, Dropout{}), batch.segments(), rope_, saved,
+                    block_adapters(adapters, layer, Dropout{}), batch.segments(), rope_, saved, tp_,
                     ctx_);
       x = std::move(y);
     }
@@ -340,6 +412,20 @@ void DecoderModel::evaluate(const DeviceBatch& batch, const AdapterSet* adapters
   guard.finish();
 }
 
+// All tokens of a residual stream that is split; empty where it is not.
+Tensor DecoderModel::gather_tokens(const ConstView& x, int64_t tokens) {
+  if (!tp_ || !tp_->sequence)
+    return {};
+  Tensor all =
+      ctx_.arena.tensor(Category::kCommunication, "tp.tokens", x.dtype, {tokens, x.dim(1)});
+  RankParts parts(tp_->size());
+  for (int rank = 0; rank < tp_->size(); ++rank)
+    parts[rank] = {tp_->part(all.view(), rank)};
+  copy(parts[tp_->rank()][0], x, ctx_.stream);
+  TokenGather(*tp_, std::move(parts), ctx_).wait_all();
+  return all;
+}
+
 void DecoderModel::logits(const DeviceBatch& batch, const AdapterSet* adapters,
                           const ConstView& rows, const View& logits) {
   enter(Phase::kInference);
@@ -351,19 +437,28 @@ void DecoderModel::logits(const DeviceBatch& batch, const AdapterSet* adapters,
   const auto scratch = [&](const char* name, int64_t cols) {
     return ctx_.arena.tensor(Category::kActivations, name, options_.activations, {count, cols});
   };
+  Tensor all = gather_tokens(x, batch.tokens());
   Tensor gathered = scratch("head.x", config_.hidden_size);
-  gather_rows(gathered, x, rows, ctx_.stream);
+  gather_rows(gathered, all ? all : x, rows, ctx_.stream);
   Tensor normed = scratch("head.normed", config_.hidden_size);
   Tensor rstd = ctx_.arena.tensor(Category::kActivations, "head.rstd", DType::kF32, {count});
   const Norm norm{.weight = unit.plain(units_.final_norm()), .eps = config_.rms_norm_eps};
   norm_forward(normed, nullptr, rstd, gathered, norm, ctx_.stream);
-  LinearWeight head;
-  head.name = "lm_head";
-  head.n = config_.vocab_size;
-  head.k = config_.hidden_size;
-  head.plain = unit.plain(units_.head_matrix());
   Tensor result = scratch("head.logits", config_.vocab_size);
-  linear_forward(result, normed, Linear{.weight = &head}, nullptr, ctx_);
+  const ConstView table = unit.plain(units_.head_matrix());
+  if (tp_) {
+    std::vector<int64_t> widths;
+    for (int rank = 0; rank < slice_.ranks; ++rank)
+      widths.push_back(slice_.of(config_, rank).vocabulary.size());
+    vocabulary_parallel_logits(result, normed, vocabulary_part(table), widths, *tp_, ctx_);
+  } else {
+    LinearWeight head;
+    head.name = "lm_head";
+    head.n = config_.vocab_size;
+    head.k = config_.hidden_size;
+    head.plain = table;
+    linear_forward(result, normed, Linear{.weight = &head}, nullptr, ctx_);
+  }
   convert(logits, result, ctx_.stream);
   scheduler_->release(units_.head(), Pass::kForward);
   guard.finish();

@@ -9,6 +9,7 @@
 #include <functional>
 #include <memory>
 
+#include "layers/vocabulary_parallel.h"
 #include "model/adapter_set.h"
 #include "model/decoder_block.h"
 #include "model/decoder_units.h"
@@ -30,8 +31,9 @@ struct DecoderOptions {
 class DeviceBatch {
  public:
   /// ids, labels (shifted, -100 where nothing is trained) of one length; cumulative segment bounds.
+  /// With tensor parallelism the tokens are a multiple of `ranks`, and equal on all of them.
   DeviceBatch(const std::vector<int32_t>& ids, const std::vector<int32_t>& labels,
-              const std::vector<int32_t>& bounds, Context& ctx);
+              const std::vector<int32_t>& bounds, Context& ctx, int ranks = 1, int rank = 0);
 
   int64_t tokens() const { return tokens_; }
   int64_t labelled() const { return labelled_; }
@@ -39,18 +41,25 @@ class DeviceBatch {
   ConstView rows() const { return rows_; }                 // [labelled] i32, positions with a label
   ConstView labels() const { return labels_; }             // [labelled] i32
   const Segments& segments() const { return *segments_; }  // only with tokens() > 0
+  /// Labels among the tokens of each tensor-parallel rank, and the rows of this rank's, counted
+  /// from its first token.
+  const std::vector<int64_t>& labelled_of_ranks() const { return labelled_of_ranks_; }
+  ConstView own_rows() const { return own_rows_; }
 
  private:
   int64_t tokens_ = 0, labelled_ = 0;
-  Tensor ids_, rows_, labels_;
+  std::vector<int64_t> labelled_of_ranks_;
+  Tensor ids_, rows_, labels_, own_rows_;
   std::unique_ptr<Segments> segments_;
 };
 
 class DecoderModel {
  public:
-  /// `regather_group` only for ReshardMode::kGroup.
+  /// `gather_group`: the ranks that share this rank's part of the weights (dp_shard).
+  /// `regather_group` only for ReshardMode::kGroup. `tp`: the ranks that compute a micro-batch
+  /// together, each a slice of every layer; null for one.
   DecoderModel(const ModelConfig& config, const DecoderOptions& options, Communicator& gather_group,
-               Context& ctx, Communicator* regather_group = nullptr);
+               Context& ctx, Communicator* regather_group = nullptr, TensorParallel* tp = nullptr);
 
   /// Reads this rank's parts. Collective.
   void load(UnitSource& source);
@@ -65,6 +74,12 @@ class DecoderModel {
   const ModelConfig& config() const { return config_; }
   const DecoderOptions& options() const { return options_; }
   const DecoderUnits& units() const { return units_; }
+  const DecoderSlice& slice() const { return slice_; }
+  /// A micro-batch as `train`, `evaluate` and `logits` want it.
+  DeviceBatch batch(const std::vector<int32_t>& ids, const std::vector<int32_t>& labels,
+                    const std::vector<int32_t>& bounds) const {
+    return DeviceBatch(ids, labels, bounds, ctx_, slice_.ranks, slice_.rank);
+  }
   UsageScheduler& scheduler() { return *scheduler_; }
   /// The reshard mode and prefetch depth from the next pass on.
   void set_plan(const PlanPolicy& policy);
@@ -89,12 +104,18 @@ class DecoderModel {
   BlockAdapters block_adapters(const AdapterSet* adapters, int64_t layer,
                                const Dropout& dropout) const;
   Tensor embed(const DeviceBatch& batch);
+  Tensor gather_tokens(const ConstView& x, int64_t tokens);
   Tensor forward_only(const DeviceBatch& batch, const AdapterSet* adapters);
   void head_loss(ShardedUnit& unit, const DeviceBatch& batch, const ConstView& x, double scale,
                  const View& loss_sum, const View* dx);
+  void parallel_head_loss(ShardedUnit& unit, const DeviceBatch& batch, const ConstView& x,
+                          double scale, const View& loss_sum, const View* dx);
+  VocabularyPart vocabulary_part(const ConstView& table) const;
 
   ModelConfig config_;
   DecoderOptions options_;
+  TensorParallel* tp_;
+  DecoderSlice slice_;
   BlockShape shape_;
   Context& ctx_;
   DecoderUnits units_;

@@ -2,15 +2,35 @@
 
 namespace rowshard {
 
-DecoderUnits::DecoderUnits(const ModelConfig& config, Storage linear, DType activations, int ranks)
+namespace {
+
+/// Rows and columns of a checkpoint's [rows, cols] tensor; the slice says nothing when it is whole.
+TensorSlice slice_of(int64_t rows, int64_t cols, const Range& held_rows, const Range& held_cols) {
+  if (held_rows.size() == rows && held_cols.size() == cols)
+    return {};
+  return {rows, cols, held_rows.begin, held_cols.begin};
+}
+
+}  // namespace
+
+DecoderUnits::DecoderUnits(const ModelConfig& config, const DecoderSlice& slice, Storage linear,
+                           DType activations, int ranks)
     : layers_(config.layers),
       tied_(config.tie_word_embeddings),
       mx_(linear == Storage::kMxRowwise) {
   const auto plain = [](std::string name, Shape shape, DType dtype) {
     return WeightSpec{std::move(name), shape, Storage::kPlain, dtype};
   };
-  std::vector<WeightSpec> embedding{
-      plain("model.embed_tokens", {config.vocab_size, config.hidden_size}, DType::kBF16)};
+  const auto vocabulary_rows = [&](std::string name) {
+    return WeightSpec{
+        std::move(name),
+        {slice.vocabulary.size(), config.hidden_size},
+        Storage::kPlain,
+        DType::kBF16,
+        false,
+        slice_of(config.vocab_size, config.hidden_size, slice.vocabulary, {0, config.hidden_size})};
+  };
+  std::vector<WeightSpec> embedding{vocabulary_rows("model.embed_tokens")};
   const WeightSpec final_norm = plain("model.norm", {config.hidden_size}, activations);
   if (tied_) {
     embedding.push_back(final_norm);
@@ -36,14 +56,20 @@ DecoderUnits::DecoderUnits(const ModelConfig& config, Storage linear, DType acti
       indices.k_norm = add(plain(prefix + "self_attn.k_norm", {config.head_dim}, activations));
     }
     int i = 0;
-    for (const LinearModule& module : config.linears()) {
+    for (const SlicedLinear& held : sliced_linears(config, slice)) {
+      const LinearModule& module = held.whole;
       const std::string name = prefix + module.name;
-      const Shape shape = columnwise ? Shape{module.k, module.n} : Shape{module.n, module.k};
-      indices.linear[i] = add(WeightSpec{name, shape, storage, linear_dtype});
+      const Shape shape = columnwise ? Shape{held.k(), held.n()} : Shape{held.n(), held.k()};
+      indices.linear[i] = add(WeightSpec{name, shape, storage, linear_dtype, false,
+                                         slice_of(module.n, module.k, held.rows, held.cols)});
       // A bias is a weight of its own; its name ends in ".bias" and is read as such. Backward does
       // not read it.
-      indices.bias[i] =
-          module.bias && !columnwise ? add(plain(name + ".bias", {module.n}, activations)) : -1;
+      indices.bias[i] = -1;
+      if (module.bias && !columnwise) {
+        WeightSpec bias = plain(name + ".bias", {held.n()}, activations);
+        bias.slice = slice_of(module.n, 1, held.rows, {0, 1});
+        indices.bias[i] = add(std::move(bias));
+      }
       ++i;
     }
     layouts_.emplace_back(message("block ", layer, columnwise ? " columnwise" : ""),
@@ -54,11 +80,8 @@ DecoderUnits::DecoderUnits(const ModelConfig& config, Storage linear, DType acti
   if (!tied_) {
     final_norm_ = 0;
     head_matrix_ = 1;
-    layouts_.emplace_back(
-        "head",
-        std::vector<WeightSpec>{
-            final_norm, plain("lm_head", {config.vocab_size, config.hidden_size}, DType::kBF16)},
-        ranks);
+    layouts_.emplace_back("head", std::vector<WeightSpec>{final_norm, vocabulary_rows("lm_head")},
+                          ranks);
   }
   first_columnwise_ = count();
   if (mx_) {

@@ -11,7 +11,7 @@
 
 #include <array>
 
-#include "model/hf_config.h"
+#include "model/decoder_slice.h"
 #include "shard/unit_layout.h"
 #include "shard/usage_plan.h"
 
@@ -27,8 +27,10 @@ struct BlockIndices {
 
 class DecoderUnits {
  public:
-  /// `linear` is kFp8Block, kMxRowwise or kPlain; `activations` f32 or bf16; `ranks` is dp_shard.
-  DecoderUnits(const ModelConfig& config, Storage linear, DType activations, int ranks);
+  /// `linear` is kFp8Block, kMxRowwise or kPlain; `activations` f32 or bf16; `ranks` is dp_shard;
+  /// `slice` what this tensor-parallel rank holds.
+  DecoderUnits(const ModelConfig& config, const DecoderSlice& slice, Storage linear,
+               DType activations, int ranks);
 
   const std::vector<UnitLayout>& layouts() const { return layouts_; }
   int count() const { return static_cast<int>(layouts_.size()); }

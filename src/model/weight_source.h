@@ -4,7 +4,8 @@
 // fp32 linear weight under the block recipe is read in bands of 128 rows, because a scale belongs
 // to a whole 128x128 block; the band is quantised on the host and only the owned bytes are kept.
 // Every rank that owns bytes of a band computes the same codes and scales. MX weights are quantised
-// whole, because a group of the columnwise copy runs over 32 rows.
+// whole, because a group of the columnwise copy runs over 32 rows. A weight that is a slice (tensor
+// parallelism) is read from where it lies: rows as one range, columns row by row.
 #pragma once
 
 #include <map>
@@ -27,6 +28,9 @@ class CheckpointSource : public UnitSource {
   void scales(const WeightSpec& weight, float* destination) override;
 
  private:
+  /// The file's bytes, of the weight's slice.
+  void read_stored(const WeightSpec& weight, const std::string& name, int64_t begin, int64_t end,
+                   std::byte* destination);
   void read_plain(const WeightSpec& weight, const std::string& name, int64_t begin, int64_t end,
                   std::byte* destination);
   void read_mx(const WeightSpec& weight, const std::string& name, int64_t begin, int64_t end,

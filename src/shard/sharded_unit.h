@@ -30,8 +30,9 @@ class UnitSource {
  public:
   virtual ~UnitSource() = default;
   /// Writes bytes [begin, end) of the weight's rowwise copy (codes or plain elements, row-major
-  /// [N, K]) to host memory. For weights quantised on the fly the source must also remember the
-  /// scales of the bands it quantised for `scales`. The bytes of an MX weight hold its scales too.
+  /// [N, K], of its slice) to host memory. For weights quantised on the fly the source must also
+  /// remember the scales of the bands it quantised for `scales`. The bytes of an MX weight hold its
+  /// scales too.
   virtual void read(const WeightSpec& weight, int64_t begin, int64_t end,
                     std::byte* destination) = 0;
   /// Compact scales, f32 [ceil(N/128), ceil(K/128)] row-major, of a kFp8Block weight. Entries this

@@ -5,7 +5,8 @@
 // bytes — e4m3 codes, bf16 norms, whatever the storage — lie one after another, each weight on a
 // 256-byte border (TMA and cuBLASLt want 16). The buffer is cut into equal parts, one a rank; cuts
 // may fall anywhere, also inside a 128x128 block, because frozen bytes are moved and never
-// quantised again. Scales are 0.024 % of the codes and are replicated.
+// quantised again. Scales are 0.024 % of the codes and are replicated. Under tensor parallelism the
+// unit holds this tp rank's slice of each weight, and the ranks of dp_shard share that.
 //
 // The two copies of an MX matrix cannot be made of each other, so they lie in units of their own:
 // forward gathers one, backward the other. MX scales, 3 % of the codes, lie behind the codes as
@@ -33,12 +34,23 @@ inline bool is_mx(Storage storage) {
   return storage == Storage::kMxRowwise || storage == Storage::kMxColumnwise;
 }
 
+/// Which part of a checkpoint's tensor a weight is, where tensor parallelism cuts it. Cuts of an
+/// FP8 weight lie on borders of its blocks. A tensor of one dimension counts as a column.
+struct TensorSlice {
+  int64_t rows = 0, cols = 0;  // of the whole tensor; 0: the weight is the whole tensor
+  int64_t row = 0, col = 0;    // where the weight begins in it
+
+  bool is_whole() const { return rows == 0; }
+  bool operator==(const TensorSlice&) const = default;
+};
+
 struct WeightSpec {
   std::string name;  // module path as in the checkpoint, without ".weight"
-  Shape shape;       // [N, K] for a linear weight, [H] for a norm
+  Shape shape;       // [N, K] for a linear weight, [H] for a norm; of the slice
   Storage storage = Storage::kPlain;
   DType dtype = DType::kBF16;  // kE4M3 unless plain
   bool trainable = false;      // kFp8Block or kPlain only
+  TensorSlice slice{};
 
   int64_t elements() const { return shape.elements(); }
   /// In the unit's buffer: elements, and for MX padding and scales.

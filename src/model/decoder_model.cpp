@@ -383,6 +383,8 @@ void DecoderModel::train(const DeviceBatch& batch, const AdapterSet& adapters, d
 }
 
 Tensor DecoderModel::forward_only(const DeviceBatch& batch, const AdapterSet* adapters) {
+  if (tp_)
+    tp_->waits.reset();  // only a training step's waits are reported
   Tensor x = embed(batch);
   for (int64_t layer = 0; layer < config_.layers; ++layer) {
     ShardedUnit& unit = scheduler_->acquire(units_.block(layer), Pass::kForward);

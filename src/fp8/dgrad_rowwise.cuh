@@ -128,6 +128,7 @@ __global__ void __launch_bounds__(kDgradRowwiseThreads, 1)
                          const __grid_constant__ CUtensorMap w_map,
                          const __grid_constant__ CUtensorMap dx_map,
                          const DgradRowwiseArguments p) {
+#if ROWSHARD_HOPPER
   extern __shared__ __align__(1024) uint8_t shared_memory[];
   const uint32_t shared = ptx::shared_address(shared_memory);
   const uint32_t full = shared + Tile::kBarrierOffset, empty = full + Tile::kStages * 8;
@@ -371,6 +372,7 @@ __global__ void __launch_bounds__(kDgradRowwiseThreads, 1)
       ptx::tma_store_wait();
     }
   }
+#endif
 }
 
 }  // namespace rowshard::cuda

@@ -99,6 +99,7 @@ __global__ void __launch_bounds__(kGemm1d2dThreads, 1)
     gemm_1d2d_kernel(const __grid_constant__ CUtensorMap x_map,
                      const __grid_constant__ CUtensorMap w_map,
                      const __grid_constant__ CUtensorMap y_map, const Gemm1d2dArguments p) {
+#if ROWSHARD_HOPPER
   extern __shared__ __align__(1024) uint8_t shared_memory[];
   const uint32_t shared = ptx::shared_address(shared_memory);
   const uint32_t full = shared + Tile::kBarrierOffset, empty = full + Tile::kStages * 8;
@@ -310,6 +311,7 @@ __global__ void __launch_bounds__(kGemm1d2dThreads, 1)
       ptx::tma_store_wait();
     }
   }
+#endif
 }
 
 }  // namespace rowshard::cuda

@@ -15,6 +15,14 @@
 
 #include <cstdint>
 
+// A build for several architectures makes the bodies of such kernels for sm_90a only. The others'
+// are never launched: fp8/gemm_path.h asks for compute capability 9.0.
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define ROWSHARD_HOPPER 1
+#else
+#define ROWSHARD_HOPPER 0
+#endif
+
 namespace rowshard::ptx {
 
 __device__ __forceinline__ uint32_t shared_address(const void* pointer) {

@@ -68,6 +68,14 @@ PlannedBatches planned_batches(const FinetuneOptions& options, const ModelConfig
   full.input_ids.assign(options.micro_batch_size * seq_len, 0);
   full.labels = full.input_ids;
   full.valid_tokens = full.tokens();
+  // As Batches pads for tensor parallelism: a segment of its own, without labels.
+  const int64_t padded = round_up(full.tokens(), int64_t{options.execution.tp});
+  full.padding = padded - full.tokens();
+  if (full.padding > 0) {
+    full.input_ids.resize(padded, 0);
+    full.labels.resize(padded, kIgnoreLabel);
+    full.cu_seqlens.push_back(static_cast<int32_t>(padded));
+  }
   return {{full}, std::vector<MicroBatch>(options.grad_accum, full)};
 }
 

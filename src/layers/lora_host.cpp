@@ -1,5 +1,6 @@
 #include "core/matmul.h"
 #include "layers/dispatch.h"
+#include "layers/dropped_input.h"
 #include "layers/elementwise.h"
 #include "layers/lora.h"
 #include "layers/mask_runs.h"
@@ -68,20 +69,6 @@ void check_factors(const char* operation, const ConstView& y, const ConstView& x
                  operation, "y [T, N], x [T, K], A [r, K], B [N, r]",
                  {{"y", y}, {"x", x}, {"A", a}, {"B", b}});
 }
-
-// x with the mask on it: x itself at rate 0.
-struct DroppedInput {
-  Tensor scratch;
-  ConstView view;
-
-  DroppedInput(const ConstView& x, const Dropout& dropout, Context& ctx) : view(x) {
-    if (dropout.rate == 0)
-      return;
-    scratch = ctx.arena.tensor(Category::kWorkspace, "lora.dropped", x.dtype, x.shape);
-    apply_dropout(scratch, x, dropout, ctx.stream);
-    view = scratch;
-  }
-};
 
 }  // namespace
 

@@ -5,6 +5,7 @@
 #include "fp8/gemm.h"
 #include "fp8/quantize.h"
 #include "layers/dispatch.h"
+#include "layers/dropped_input.h"
 #include "layers/elementwise.h"
 
 namespace rowshard {
@@ -179,23 +180,9 @@ class Operand {
 
 // -- an adapter's products
 
-/// x with the mask on it: x itself at rate 0.
-struct Masked {
-  Tensor scratch;
-  ConstView view;
-
-  Masked(const ConstView& x, const Dropout& dropout, Context& ctx) : view(x) {
-    if (dropout.rate == 0)
-      return;
-    scratch = ctx.arena.tensor(Category::kWorkspace, "lora.dropped", x.dtype, x.shape);
-    apply_dropout(scratch, x, dropout, ctx.stream);
-    view = scratch;
-  }
-};
-
 void down(const View& xa, const ConstView& x, const LoraFactors& lora, const Dropout& dropout,
           Context& ctx) {
-  const Masked masked(x, dropout, ctx);
+  const DroppedInput masked(x, dropout, ctx);
   matmul(xa, masked.view, Transpose::kNo, lora.a, Transpose::kYes, 1, 0, ctx);
 }
 
@@ -211,7 +198,7 @@ void up_backward(const View& dxa, const ConstView& dy, const LoraFactors& lora, 
 void down_backward(const View& dx, const ConstView& dxa, const ConstView& x,
                    const LoraFactors& lora, const Dropout& dropout, Context& ctx) {
   {
-    const Masked masked(x, dropout, ctx);
+    const DroppedInput masked(x, dropout, ctx);
     matmul(lora.grad_a, dxa, Transpose::kYes, masked.view, Transpose::kNo, 1, 1, ctx);
   }
   if (!dx.data)

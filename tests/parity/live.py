@@ -434,6 +434,92 @@ def check_stock_dequantisation(report: Report, program: Program, scratch: Path) 
     report.row("square", check, measured, bool(weights) and not wrong)
 
 
+# ---- tensor parallelism ------------------------------------------------------------------------
+
+
+def split_run(
+    report: Report, program: Program, ranks: int, model: Path, data: Path, device: str, out: Path
+) -> list[float]:
+    """Ten steps over `ranks` tensor-parallel ranks, which may share a GPU; its losses."""
+    options = [
+        "finetune", "--model", model, "--data", data, "--output-dir", out, "--recipe", "bf16",
+        "--device", device, "--transport", "staged", "--tp", str(ranks), "--max-steps", "10",
+        "--seq-len", "96", "--micro-batch-size", "1", "--grad-accum", "2", "--lora-r", "8",
+        "--lora-alpha", "16", "--lora-dropout", "0.1", "--lr", "0.001", "--target-modules",
+        "all-linear", "--seed", "7",
+    ]  # fmt: skip
+    if ranks == 1:
+        program(*options)
+    else:
+        quiet = {
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "OMPI_MCA_rmaps_base_oversubscribe": "1",
+            "OMPI_MCA_hwloc_base_binding_policy": "none",
+        }
+        os.environ.update(quiet)
+        Program(Path("mpirun"), report)("-np", str(ranks), str(program.path), *options)
+    lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [metrics["loss"] for metrics in map(json.loads, lines) if "loss" in metrics]
+
+
+@torch.no_grad()
+def check_tensor_parallel(report: Report, program: Program, device: str, scratch: Path) -> None:
+    """An adapter trained over two tensor-parallel ranks is one that stock peft takes, and it is
+    the adapter that one rank trains."""
+    name, model = "tp 2", scratch / "split"
+    torch.manual_seed(12)
+    config = transformers.LlamaConfig(
+        hidden_size=256, intermediate_size=640, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=128, vocab_size=320, max_position_embeddings=96,
+        tie_word_embeddings=False, initializer_range=0.05,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(model)
+    samples = []
+    for length in range(24, 96, 9):  # something ten steps can learn
+        ids = (torch.arange(length) * 3 + length) % config.vocab_size
+        labels = ids.clone()
+        labels[:3] = IGNORE
+        samples.append((ids, labels))
+    data = write_samples(samples, scratch / "data.safetensors")
+    losses = {
+        ranks: split_run(report, program, ranks, model, data, device, scratch / f"tp{ranks}")
+        for ranks in (1, 2)
+    }
+    apart = max(abs(a - b) / b for a, b in zip(losses[2], losses[1]))
+    measured = f"{len(losses[2])} steps, at most {apart:.2e} apart, bound {LOSS_BOUND:.2e}"
+    report.row(name, "losses against one rank's", measured, apart <= LOSS_BOUND)
+
+    case = Case(name, model, data, None, device)
+    adapters = {ranks: scratch / f"tp{ranks}" / "adapter" for ranks in (1, 2)}
+    check_adapter_loads(report, case, adapters[2], "adapter of two ranks")
+    files = {ranks: load_file(at / "adapter_model.safetensors") for ranks, at in adapters.items()}
+    same_keys = files[1].keys() == files[2].keys()
+    flats = {r: torch.cat([file[k].double().flatten() for k in sorted(file)])
+             for r, file in files.items()}  # fmt: skip
+    distance = float((flats[2] - flats[1]).norm() / flats[1].norm()) if same_keys else float("inf")
+    measured = f"{len(files[2])} factors, {distance:.2e} of its length apart, bound 1e-3"
+    report.row(name, "adapter against one rank's", measured, same_keys and distance <= 1e-3)
+
+    logits = {0: load_base(model)}
+    for ranks, at in adapters.items():
+        logits[ranks] = PeftModel.from_pretrained(load_base(model), str(at)).eval()
+    ids = samples[-1][0][None].to(torch_device())
+    logits = {r: m(input_ids=ids, use_cache=False).logits.double() for r, m in logits.items()}
+    moved = float((logits[1] - logits[0]).norm())
+    apart = float((logits[2] - logits[1]).norm()) / float(logits[1].norm())
+    measured = f"{apart:.2e} of their length apart, bound 1e-3; training moved them by {moved:.2e}"
+    report.row(name, "logits by stock peft against one rank's", measured, apart <= 1e-3)
+    stock = mean_loss(PeftModel.from_pretrained(load_base(model), str(adapters[2])).eval(), samples)
+    ours = program.json(
+        "evaluate", "--model", model, "--data", data, "--recipe", "bf16", "--device", device,
+        "--adapter", adapters[2], "--seq-len", "96",
+    )  # fmt: skip
+    # bf16 activations alone cost more than 1e-3 of so small a model.
+    bound = LOSS_BOUND if device == "host" else 1e-2
+    report.within(name, "loss with the adapter of two ranks", ours["loss"], stock, bound)
+
+
 def dequantize_with_stock(directory: Path, into: Path) -> int:
     """In a process of its own, without a GPU."""
     model, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
@@ -577,6 +663,7 @@ def main() -> int:
     parser.add_argument("--max-tokens", type=int, default=4096)
     parser.add_argument("--new-tokens", type=int, default=24)
     parser.add_argument("--log", type=Path, default=ROOT / "out" / "parity" / "parity.log")
+    parser.add_argument("--only", default="")
     parser.add_argument("--dequantize", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -596,10 +683,19 @@ def main() -> int:
             f"{transformers.__version__}, peft {peft.__version__}; {program('--version').strip()}"
         )
         for case in all_cases:
-            run_case(report, program, case, arguments)
-        with tempfile.TemporaryDirectory(prefix="rowshard-parity-") as folder:
-            square = lambda: check_stock_dequantisation(report, program, Path(folder))  # noqa: E731
-            attempt(report, "square", "quantize", square)
+            if arguments.only in ("", case.name):
+                run_case(report, program, case, arguments)
+        device = "host" if arguments.device == "auto" else arguments.device
+        last: list[tuple[str, str, Any]] = [
+            ("square", "quantize", lambda at: check_stock_dequantisation(report, program, at)),
+            ("tp", "adapter", lambda at: check_tensor_parallel(report, program, device, at)),
+        ]
+        for name, what, check in last:
+            if arguments.only in ("", name):
+                with tempfile.TemporaryDirectory(prefix="rowshard-parity-") as folder:
+                    attempt(report, name, what, lambda: check(Path(folder)))  # noqa: B023
+        if not report.rows:
+            raise BadInput(f"--only {arguments.only}: no such case")
     except (BadInput, OSError) as error:
         print(f"parity: error: {error}", file=sys.stderr)
         return 2

@@ -444,9 +444,9 @@ def split_run(
     options = [
         "finetune", "--model", model, "--data", data, "--output-dir", out, "--recipe", "bf16",
         "--device", device, "--transport", "staged", "--tp", str(ranks), "--max-steps", "10",
-        "--seq-len", "96", "--micro-batch-size", "1", "--grad-accum", "2", "--lora-r", "8",
-        "--lora-alpha", "16", "--lora-dropout", "0.1", "--lr", "0.001", "--target-modules",
-        "all-linear", "--seed", "7",
+        "--seq-len", "576", "--packing", "true", "--micro-batch-size", "1", "--grad-accum", "2",
+        "--lora-r", "8", "--lora-alpha", "16", "--lora-dropout", "0.1", "--lr", "0.0001",
+        "--target-modules", "all-linear", "--seed", "7",
     ]  # fmt: skip
     if ranks == 1:
         program(*options)
@@ -471,13 +471,14 @@ def check_tensor_parallel(report: Report, program: Program, device: str, scratch
     torch.manual_seed(12)
     config = transformers.LlamaConfig(
         hidden_size=256, intermediate_size=640, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=128, vocab_size=320, max_position_embeddings=96,
+        num_key_value_heads=2, head_dim=128, vocab_size=320, max_position_embeddings=576,
         tie_word_embeddings=False, initializer_range=0.05,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).to(torch.bfloat16).save_pretrained(model)
     samples = []
-    for length in range(24, 96, 9):  # something ten steps can learn
-        ids = (torch.arange(length) * 3 + length) % config.vocab_size
+    for number in range(120):  # 7,000 tokens of something to learn
+        length = 24 + number * 7 % 71
+        ids = (torch.arange(length) * (1 + number % 3) + 5 * number) % config.vocab_size
         labels = ids.clone()
         labels[:3] = IGNORE
         samples.append((ids, labels))
@@ -508,12 +509,14 @@ def check_tensor_parallel(report: Report, program: Program, device: str, scratch
     logits = {r: m(input_ids=ids, use_cache=False).logits.double() for r, m in logits.items()}
     moved = float((logits[1] - logits[0]).norm())
     apart = float((logits[2] - logits[1]).norm()) / float(logits[1].norm())
-    measured = f"{apart:.2e} of their length apart, bound 1e-3; training moved them by {moved:.2e}"
-    report.row(name, "logits by stock peft against one rank's", measured, apart <= 1e-3)
+    trained_by = moved / float(logits[1].norm())
+    measured = f"{apart:.2e} of their length apart, bound 1e-3; training moved it {trained_by:.2e}"
+    good = apart <= min(1e-3, trained_by / 5)
+    report.row(name, "logits by stock peft against one rank's", measured, good)
     stock = mean_loss(PeftModel.from_pretrained(load_base(model), str(adapters[2])).eval(), samples)
     ours = program.json(
         "evaluate", "--model", model, "--data", data, "--recipe", "bf16", "--device", device,
-        "--adapter", adapters[2], "--seq-len", "96",
+        "--adapter", adapters[2], "--seq-len", "576",
     )  # fmt: skip
     # bf16 activations alone cost more than 1e-3 of so small a model.
     bound = LOSS_BOUND if device == "host" else 1e-2

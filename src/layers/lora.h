@@ -49,6 +49,24 @@ void lora_forward(const View& y, const ConstView& x, const LoraFactors& factors,
 void lora_backward(const View& dx, const ConstView& dy, const ConstView& x,
                    const LoraFactors& factors, const LoraSaved& saved, Context& ctx);
 
+// The products of the two above, for callers that move something between them. They check shapes as
+// matmul does, and nothing more.
+
+/// xa [T, r] = dropout(x) · Aᵀ
+void lora_down(const View& xa, const ConstView& x, const LoraFactors& factors,
+               const Dropout& dropout, Context& ctx);
+/// y += s · xa · Bᵀ
+void lora_up(const View& y, const ConstView& xa, const LoraFactors& factors, Context& ctx);
+/// dB += s · dyᵀ · xa
+void lora_up_gradient(const ConstView& dy, const ConstView& xa, const LoraFactors& factors,
+                      Context& ctx);
+/// dxa [T, r] = s · dy · B
+void lora_up_backward(const View& dxa, const ConstView& dy, const LoraFactors& factors,
+                      Context& ctx);
+/// dA += dxaᵀ · dropout(x),  dx += dropout'(dxa · A) unless dx has no data
+void lora_down_backward(const View& dx, const ConstView& dxa, const ConstView& x,
+                        const LoraFactors& factors, const Dropout& dropout, Context& ctx);
+
 /// y = x with the mask applied (also the backward of itself); y may be x. x [T, K].
 void apply_dropout(const View& y, const ConstView& x, const Dropout& dropout, Stream& stream);
 

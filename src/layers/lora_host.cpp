@@ -1,6 +1,5 @@
 #include "core/matmul.h"
 #include "layers/dispatch.h"
-#include "layers/dropped_input.h"
 #include "layers/elementwise.h"
 #include "layers/lora.h"
 #include "layers/mask_runs.h"
@@ -59,6 +58,20 @@ void apply_dropout(const View& y, const ConstView& x, const Dropout& dropout, St
 
 namespace {
 
+/// x with the mask on it: x itself at rate 0, else a copy in workspace that lives as long as this.
+struct DroppedInput {
+  Tensor scratch;
+  ConstView view;
+
+  DroppedInput(const ConstView& x, const Dropout& dropout, Context& ctx) : view(x) {
+    if (dropout.rate == 0)
+      return;
+    scratch = ctx.arena.tensor(Category::kWorkspace, "lora.dropped", x.dtype, x.shape);
+    apply_dropout(scratch, x, dropout, ctx.stream);
+    view = scratch;
+  }
+};
+
 void check_factors(const char* operation, const ConstView& y, const ConstView& x,
                    const LoraFactors& factors) {
   const ConstView& a = factors.a;
@@ -72,14 +85,51 @@ void check_factors(const char* operation, const ConstView& y, const ConstView& x
 
 }  // namespace
 
+void lora_down(const View& xa, const ConstView& x, const LoraFactors& factors,
+               const Dropout& dropout, Context& ctx) {
+  const DroppedInput input(x, dropout, ctx);
+  matmul(xa, input.view, Transpose::kNo, factors.a, Transpose::kYes, 1, 0, ctx);
+}
+
+void lora_up(const View& y, const ConstView& xa, const LoraFactors& factors, Context& ctx) {
+  matmul(y, xa, Transpose::kNo, factors.b, Transpose::kYes, factors.scale, 1, ctx);
+}
+
+void lora_up_gradient(const ConstView& dy, const ConstView& xa, const LoraFactors& factors,
+                      Context& ctx) {
+  matmul(factors.grad_b, dy, Transpose::kYes, xa, Transpose::kNo, factors.scale, 1, ctx);
+}
+
+void lora_up_backward(const View& dxa, const ConstView& dy, const LoraFactors& factors,
+                      Context& ctx) {
+  matmul(dxa, dy, Transpose::kNo, factors.b, Transpose::kNo, factors.scale, 0, ctx);
+}
+
+void lora_down_backward(const View& dx, const ConstView& dxa, const ConstView& x,
+                        const LoraFactors& factors, const Dropout& dropout, Context& ctx) {
+  {
+    const DroppedInput input(x, dropout, ctx);
+    matmul(factors.grad_a, dxa, Transpose::kYes, input.view, Transpose::kNo, 1, 1, ctx);
+  }
+  if (dx.data == nullptr)
+    return;
+  if (dropout.rate == 0) {
+    matmul(dx, dxa, Transpose::kNo, factors.a, Transpose::kNo, 1, 1, ctx);
+    return;
+  }
+  Tensor branch = ctx.arena.tensor(Category::kWorkspace, "lora.branch", dx.dtype, dx.shape);
+  matmul(branch, dxa, Transpose::kNo, factors.a, Transpose::kNo, 1, 0, ctx);
+  apply_dropout(branch, branch, dropout, ctx.stream);
+  add(dx, dx, branch, ctx.stream);
+}
+
 void lora_forward(const View& y, const ConstView& x, const LoraFactors& factors,
                   const Dropout& dropout, LoraSaved* saved, Context& ctx) {
   check_factors("lora_forward", y, x, factors);
-  const DroppedInput input(x, dropout, ctx);
   Tensor xa = ctx.arena.tensor(saved ? Category::kActivations : Category::kWorkspace, "lora.xa",
                                x.dtype, {x.dim(0), factors.rank()});
-  matmul(xa, input.view, Transpose::kNo, factors.a, Transpose::kYes, 1, 0, ctx);
-  matmul(y, xa, Transpose::kNo, factors.b, Transpose::kYes, factors.scale, 1, ctx);
+  lora_down(xa, x, factors, dropout, ctx);
+  lora_up(y, xa, factors, ctx);
   if (saved)
     *saved = LoraSaved{std::move(xa), dropout};
 }
@@ -92,23 +142,10 @@ void lora_backward(const View& dx, const ConstView& dy, const ConstView& x,
   ROWSHARD_CHECK(saved.xa && saved.xa.shape() == (Shape{x.dim(0), factors.rank()}), LogicError,
                  "lora_backward without the forward of these rows: saved xa ",
                  describe(saved.xa.view()), ", x ", describe(x), ", rank ", factors.rank());
-  matmul(factors.grad_b, dy, Transpose::kYes, saved.xa, Transpose::kNo, factors.scale, 1, ctx);
+  lora_up_gradient(dy, saved.xa, factors, ctx);
   Tensor dxa = ctx.arena.tensor(Category::kWorkspace, "lora.dxa", x.dtype, saved.xa.shape());
-  matmul(dxa, dy, Transpose::kNo, factors.b, Transpose::kNo, factors.scale, 0, ctx);
-  {
-    const DroppedInput input(x, saved.dropout, ctx);
-    matmul(factors.grad_a, dxa, Transpose::kYes, input.view, Transpose::kNo, 1, 1, ctx);
-  }
-  if (dx.data == nullptr)
-    return;
-  if (saved.dropout.rate == 0) {
-    matmul(dx, dxa, Transpose::kNo, factors.a, Transpose::kNo, 1, 1, ctx);
-    return;
-  }
-  Tensor branch = ctx.arena.tensor(Category::kWorkspace, "lora.branch", x.dtype, x.shape);
-  matmul(branch, dxa, Transpose::kNo, factors.a, Transpose::kNo, 1, 0, ctx);
-  apply_dropout(branch, branch, saved.dropout, ctx.stream);
-  add(dx, dx, branch, ctx.stream);
+  lora_up_backward(dxa, dy, factors, ctx);
+  lora_down_backward(dx, dxa, x, factors, saved.dropout, ctx);
 }
 
 }  // namespace rowshard

@@ -1,223 +1,11 @@
 #include "layers/parallel_linear.h"
 
-#include "core/matmul.h"
-#include "fp8/dgrad_rowwise.h"
-#include "fp8/gemm.h"
-#include "fp8/quantize.h"
 #include "layers/dispatch.h"
-#include "layers/dropped_input.h"
-#include "layers/elementwise.h"
+#include "layers/parallel_products.h"
 
 namespace rowshard {
 
 namespace {
-
-QuantizedActivation empty_panel(int64_t rows, int64_t cols, Category category, Context& ctx) {
-  return allocate_rowwise({rows, cols}, Grouping::k1x128, category, "tp.rows8", ctx);
-}
-
-void quantize_into(const QuantizedActivation& panel, const ConstView& x, Context& ctx) {
-  const Fp8View view = panel.rowwise();
-  quantize(&view, nullptr, x, {}, ctx.stream);
-}
-
-/// A run of rows as a product reads them.
-struct Rows {
-  ConstFp8View fp8;  // when the weight is
-  ConstView plain;
-};
-
-/// Some rows of a tensor of this rank, quantised for a product if need be.
-struct OwnRows {
-  QuantizedActivation panel;
-  Rows rows;
-
-  OwnRows(const ConstView& x, bool fp8, Context& ctx) {
-    rows.plain = x;
-    if (!fp8)
-      return;
-    panel = empty_panel(x.dim(0), x.dim(1), Category::kWorkspace, ctx);
-    quantize_into(panel, x, ctx);
-    rows.fp8 = panel.rowwise();
-  }
-};
-
-/// A tensor of the residual stream as products over all tokens read it, step by step: with sequence
-/// parallelism the ranks' tokens as they arrive, without it everything in one step.
-class GatheredRows {
- public:
-  GatheredRows(const ConstView& own, int64_t tokens, bool fp8, TensorParallel& tp, Context& ctx)
-      : tp_(tp), ctx_(ctx), own_(own), fp8_(fp8) {
-    const int64_t cols = own.dim(1);
-    const int count = steps();
-    if (fp8) {
-      for (int rank = 0; rank < count; ++rank)
-        panels_.push_back(empty_panel(tokens / count, cols, Category::kCommunication, ctx));
-      quantize_into(panels_[tp.sequence ? tp.rank() : 0], own, ctx);
-    } else if (tp.sequence) {
-      plain_ = ctx.arena.tensor(Category::kCommunication, "tp.tokens", own.dtype, {tokens, cols});
-      copy(tp.part(plain_.view(), tp.rank()), own, ctx.stream);
-    }
-    if (!tp.sequence)
-      return;
-    RankParts parts(count);
-    for (int rank = 0; rank < count; ++rank) {
-      if (fp8) {
-        parts[rank] = {panels_[rank].codes, panels_[rank].scales};
-      } else {
-        parts[rank] = {tp.part(plain_.view(), rank)};
-      }
-    }
-    gather_.emplace(tp, std::move(parts), ctx);
-  }
-
-  int steps() const { return tp_.sequence ? tp_.size() : 1; }
-  /// The rows of a tensor of all tokens that step i is about.
-  template <typename V>
-  V part(const V& whole, int step) const {
-    return gather_ ? tp_.part(whole, gather_->rank_at(step)) : whole;
-  }
-  Rows wait(int step) {
-    if (gather_)
-      gather_->wait(step);
-    const int rank = gather_ ? gather_->rank_at(step) : 0;
-    Rows rows;
-    if (fp8_) {
-      rows.fp8 = panels_[rank].rowwise();
-    } else {
-      rows.plain = gather_ ? tp_.part(ConstView(plain_), rank) : own_;
-    }
-    return rows;
-  }
-
- private:
-  TensorParallel& tp_;
-  Context& ctx_;
-  ConstView own_;
-  bool fp8_;
-  std::vector<QuantizedActivation> panels_;  // by rank
-  Tensor plain_;                             // [T, K]
-  std::optional<TokenGather> gather_;
-};
-
-/// A frozen layer while its products of several steps run.
-class Operand {
- public:
-  Operand(const Linear& linear, DType dtype, Context& ctx)
-      : weight_(*linear.weight), fp8_(weight_.quantized()), asked_(linear.columnwise), ctx_(ctx) {
-    ROWSHARD_CHECK(!weight_.trainable(), LogicError, weight_.name,
-                   ": tensor-parallel layers are frozen; train an adapter");
-    ROWSHARD_CHECK(!fp8_ || fp8_->grouping() == Grouping::k128x128, ConfigError, weight_.name,
-                   ": tensor parallelism is for 128x128 blocks and plain weights, not ",
-                   to_string(fp8_->grouping()));
-    plain_ = weight_.plain;
-    if (!fp8_ && plain_.dtype != dtype) {
-      converted_ = ctx.arena.tensor(Category::kWorkspace, "linear.converted", dtype, plain_.shape);
-      convert(converted_, plain_, ctx.stream);
-      plain_ = converted_;
-    }
-  }
-
-  void forward(const View& y, const Rows& x, bool with_bias) const {
-    const ConstView bias = with_bias ? weight_.bias : ConstView();
-    const bool fused = bias.data && fp8_ && (!on_cuda() || bias.dtype == DType::kBF16);
-    if (bias.data && !fused)
-      broadcast_row(y, bias, ctx_.stream);
-    const float beta = bias.data && !fused ? 1 : 0;
-    if (fp8_) {
-      GemmOptions options;
-      options.beta = beta;
-      if (fused)
-        options.bias = bias;
-      fp8_gemm(y, x.fp8, fp8_->rowwise(), options, ctx_);
-      return;
-    }
-    matmul(y, x.plain, Transpose::kNo, plain_, Transpose::kYes, 1, beta, ctx_);
-  }
-
-  /// Before the first dgrad; `release` after the last.
-  void prepare_dgrad(int64_t rows) {
-    if (!fp8_)
-      return;
-    policy_ = columnwise_policy(asked_);
-    // As in one rank's plan, by the rows of one product; either gives the same bits.
-    direct_ = !fp8_->usage().columnwise &&
-              (policy_ == ColumnwisePolicy::kDirect ||
-               (policy_ == ColumnwisePolicy::kAuto && rows <= kDirectTokens));
-    if (!direct_)
-      fp8_->update_usage(std::nullopt, true, ctx_);
-  }
-  /// dx [rows, K] = dy [rows, N] · W + beta · dx
-  void dgrad(const View& dx, const Rows& dy, float beta) const {
-    if (fp8_ && direct_) {
-      fp8_dgrad_rowwise(dx, dy.fp8, fp8_->rowwise(), beta, ctx_);
-      return;
-    }
-    if (fp8_) {
-      fp8_gemm(dx, dy.fp8, fp8_->columnwise(), {.beta = beta, .bias = std::nullopt}, ctx_);
-      return;
-    }
-    matmul(dx, dy.plain, Transpose::kNo, plain_, Transpose::kNo, 1, beta, ctx_);
-  }
-  void release() {
-    if (fp8_ && !direct_ && policy_ != ColumnwisePolicy::kResident)
-      fp8_->update_usage(std::nullopt, false, ctx_);
-  }
-
- private:
-  bool on_cuda() const {
-    return ctx_.device().is_cuda() || (ctx_.device().is_plan() && ctx_.device().index > 0);
-  }
-
-  const LinearWeight& weight_;
-  Fp8Matrix* fp8_;
-  ColumnwisePolicy asked_, policy_ = ColumnwisePolicy::kRelease;
-  bool direct_ = false;
-  Context& ctx_;
-  Tensor converted_;
-  ConstView plain_;
-};
-
-// -- an adapter's products
-
-void down(const View& xa, const ConstView& x, const LoraFactors& lora, const Dropout& dropout,
-          Context& ctx) {
-  const DroppedInput masked(x, dropout, ctx);
-  matmul(xa, masked.view, Transpose::kNo, lora.a, Transpose::kYes, 1, 0, ctx);
-}
-
-void up(const View& y, const ConstView& xa, const LoraFactors& lora, Context& ctx) {
-  matmul(y, xa, Transpose::kNo, lora.b, Transpose::kYes, lora.scale, 1, ctx);
-}
-
-void up_backward(const View& dxa, const ConstView& dy, const LoraFactors& lora, Context& ctx) {
-  matmul(dxa, dy, Transpose::kNo, lora.b, Transpose::kNo, lora.scale, 0, ctx);
-}
-
-/// dA and the adapter's part of dx (no data: not wanted).
-void down_backward(const View& dx, const ConstView& dxa, const ConstView& x,
-                   const LoraFactors& lora, const Dropout& dropout, Context& ctx) {
-  {
-    const DroppedInput masked(x, dropout, ctx);
-    matmul(lora.grad_a, dxa, Transpose::kYes, masked.view, Transpose::kNo, 1, 1, ctx);
-  }
-  if (!dx.data)
-    return;
-  if (dropout.rate == 0) {
-    matmul(dx, dxa, Transpose::kNo, lora.a, Transpose::kNo, 1, 1, ctx);
-    return;
-  }
-  Tensor branch = ctx.arena.tensor(Category::kWorkspace, "lora.branch", dx.dtype, dx.shape);
-  matmul(branch, dxa, Transpose::kNo, lora.a, Transpose::kNo, 1, 0, ctx);
-  apply_dropout(branch, branch, dropout, ctx.stream);
-  add(dx, dx, branch, ctx.stream);
-}
-
-void up_gradient(const ConstView& dy, const ConstView& xa, const LoraFactors& lora, Context& ctx) {
-  matmul(lora.grad_b, dy, Transpose::kYes, xa, Transpose::kNo, lora.scale, 1, ctx);
-}
-
-// -- checks and pieces of both kinds
 
 void check_layer(const char* operation, const LinearWeight& weight, const ConstView& y,
                  const ConstView& x, int64_t y_rows, int64_t x_rows) {
@@ -241,6 +29,17 @@ bool one_kind(std::span<const Linear> layers) {
   return fp8;
 }
 
+/// The rank of the adapters of a layer's experts; 0: it has none.
+int64_t adapter_rank(std::span<const Linear> experts) {
+  const int64_t rank = experts[0].lora ? experts[0].lora->rank() : 0;
+  for (const Linear& expert : experts) {
+    ROWSHARD_CHECK((expert.lora ? expert.lora->rank() : 0) == rank, ConfigError,
+                   expert.weight->name,
+                   ": experts of one layer have adapters of one rank, or none");
+  }
+  return rank;
+}
+
 Tensor small(const char* name, Category category, DType dtype, int64_t rows, int64_t cols,
              Context& ctx) {
   return ctx.arena.tensor(category, name, dtype, {rows, cols});
@@ -250,11 +49,22 @@ DType partial_dtype(DType dtype, const TensorParallel& tp) {
   return tp.wide_sums && dtype == DType::kBF16 ? DType::kF32 : dtype;
 }
 
-/// The mask of a rank's own tokens.
-Dropout at_own_tokens(Dropout dropout, int64_t tokens, const TensorParallel& tp) {
-  if (tp.sequence)
-    dropout.first_token += tp.rank() * tp.share(tokens);
+/// The mask of a group's rows.
+Dropout mask_of(const Linear& linear, const RowGroup& group) {
+  Dropout dropout = linear.dropout;
+  dropout.first_token += group.first;
   return dropout;
+}
+
+template <typename V>
+V rows_of(const V& whole, const RowGroup& group) {
+  return whole.slice_rows(group.first, group.rows);
+}
+
+/// The same rows of a tensor of the residual stream; of no data, none.
+template <typename V>
+V own_rows_of(const V& own, const RowGroup& group, const RowGroups& groups) {
+  return own.data ? own.slice_rows(groups.residual_row(group), group.rows) : own;
 }
 
 /// Every rank's part of each tensor of all tokens.
@@ -268,7 +78,7 @@ RankParts parts_of(std::span<const View> wholes, const TensorParallel& tp) {
 }
 
 /// Where a sum of this rank's tokens goes in a tensor of the residual stream.
-View own_rows(const View& residual, const TensorParallel& tp) {
+View own_sum(const View& residual, const TensorParallel& tp) {
   return tp.sequence ? residual : tp.part(residual, tp.rank());
 }
 
@@ -278,28 +88,69 @@ void share_sums(std::span<const View> residuals, TensorParallel& tp, Context& ct
     TokenGather(tp, parts_of(residuals, tp), ctx).wait_all();
 }
 
+/// Columnwise copies of the layers that read one input are there together; those of experts, of
+/// which there may be a hundred, one after the other.
+class Dgrads {
+ public:
+  Dgrads(std::span<const Linear> linears, int experts, DType dtype, int64_t rows, Context& ctx)
+      : together_(experts == 1) {
+    for (const Linear& linear : linears)
+      operands_.emplace_back(linear, dtype, ctx);
+    for (Operand& operand : operands_) {
+      if (together_)
+        operand.prepare_dgrad(rows);
+    }
+  }
+  void run(size_t index, const View& dx, const Rows& dy, float beta) {
+    Operand& operand = operands_[index];
+    if (!together_)
+      operand.prepare_dgrad(dx.dim(0));
+    operand.dgrad(dx, dy, beta);
+    if (!together_)
+      operand.release();
+  }
+  void release() {
+    for (Operand& operand : operands_) {
+      if (together_)
+        operand.release();
+    }
+    operands_.clear();
+  }
+
+ private:
+  bool together_;
+  std::vector<Operand> operands_;
+};
+
 }  // namespace
 
 void column_parallel_forward(std::span<const View> ys, const ConstView& x,
                              std::span<const Linear> layers, ParallelSaved* saved,
-                             TensorParallel& tp, Context& ctx) {
+                             TensorParallel& tp, Context& ctx, std::span<const int64_t> rows) {
   const int64_t tokens = ys[0].dim(0);
+  const size_t experts = layers.size() / ys.size();
   for (size_t i = 0; i < layers.size(); ++i) {
-    check_layer("column_parallel_forward", *layers[i].weight, ys[i], x, tokens,
+    check_layer("column_parallel_forward", *layers[i].weight, ys[i / experts], x, tokens,
                 tp.residual_rows(tokens));
   }
-  GatheredRows input(x, tokens, one_kind(layers), tp, ctx);
+  const RowGroups groups(rows, tokens, static_cast<int>(experts), tp);
+  GatheredRows input(x, groups, one_kind(layers), tp, ctx);
 
   // While x travels, its adapters' small products; they travel behind it.
-  std::vector<Tensor> xa(layers.size());
+  std::vector<Tensor> xa(ys.size());
   std::vector<View> wholes;
-  for (size_t i = 0; i < layers.size(); ++i) {
-    if (!layers[i].lora)
+  for (size_t i = 0; i < ys.size(); ++i) {
+    const auto of_layer = layers.subspan(i * experts, experts);
+    const int64_t r = adapter_rank(of_layer);
+    if (r == 0)
       continue;
     xa[i] = small("tp.xa", saved ? Category::kActivations : Category::kWorkspace, x.dtype, tokens,
-                  layers[i].lora->rank(), ctx);
-    down(tp.sequence ? tp.part(xa[i].view(), tp.rank()) : xa[i].view(), x, *layers[i].lora,
-         at_own_tokens(layers[i].dropout, tokens, tp), ctx);
+                  r, ctx);
+    for (const RowGroup& group : groups.residual()) {
+      const Linear& layer = of_layer[group.expert];
+      lora_down(rows_of(xa[i].view(), group), own_rows_of(x, group, groups), *layer.lora,
+                mask_of(layer, group), ctx);
+    }
     wholes.push_back(xa[i]);
   }
   std::optional<TokenGather> small_gather;
@@ -310,15 +161,26 @@ void column_parallel_forward(std::span<const View> ys, const ConstView& x,
   for (const Linear& layer : layers)
     operands.emplace_back(layer, x.dtype, ctx);
   for (int step = 0; step < input.steps(); ++step) {
-    const Rows rows = input.wait(step);
-    for (size_t i = 0; i < layers.size(); ++i)
-      operands[i].forward(input.part(ys[i], step), rows, true);
+    input.wait(step);
+    for (size_t g = 0; g < input.groups(step).size(); ++g) {
+      const RowGroup& group = input.groups(step)[g];
+      if (group.rows == 0)
+        continue;
+      for (size_t i = 0; i < ys.size(); ++i) {
+        operands[i * experts + group.expert].forward(rows_of(ys[i], group), input.rows(step, g),
+                                                     true);
+      }
+    }
   }
   if (small_gather)
     small_gather->wait_all();
-  for (size_t i = 0; i < layers.size(); ++i) {
-    if (layers[i].lora)
-      up(ys[i], xa[i], *layers[i].lora, ctx);
+  for (size_t i = 0; i < ys.size(); ++i) {
+    if (!xa[i])
+      continue;
+    for (const RowGroup& group : groups.all()) {
+      lora_up(rows_of(ys[i], group), rows_of(xa[i].view(), group),
+              *layers[i * experts + group.expert].lora, ctx);
+    }
   }
   if (saved)
     saved->xa = std::move(xa);
@@ -326,17 +188,19 @@ void column_parallel_forward(std::span<const View> ys, const ConstView& x,
 
 void column_parallel_backward(const View& dx, std::span<const ConstView> dys, const ConstView& x,
                               std::span<const Linear> layers, const ParallelSaved& saved,
-                              TensorParallel& tp, Context& ctx) {
+                              TensorParallel& tp, Context& ctx, std::span<const int64_t> rows) {
   const int64_t tokens = dys[0].dim(0);
   const DType dtype = dys[0].dtype;
+  const size_t experts = layers.size() / dys.size();
   const bool wanted = dx.data != nullptr;
   const bool fp8 = one_kind(layers);
+  const RowGroups groups(rows, tokens, static_cast<int>(experts), tp);
   std::vector<View> partials;  // of all tokens, by this rank's features
   std::vector<View> sums;      // of the residual stream, complete
   Tensor dx_partial;
   if (wanted) {
     for (size_t i = 0; i < layers.size(); ++i) {
-      check_layer("column_parallel_backward", *layers[i].weight, dys[i], dx, tokens,
+      check_layer("column_parallel_backward", *layers[i].weight, dys[i / experts], dx, tokens,
                   tp.residual_rows(tokens));
     }
     dx_partial = ctx.arena.tensor(Category::kCommunication, "tp.partial", partial_dtype(dtype, tp),
@@ -344,20 +208,21 @@ void column_parallel_backward(const View& dx, std::span<const ConstView> dys, co
     partials.push_back(dx_partial);
     sums.push_back(dx);
   }
-  std::vector<Tensor> dxa_partial(layers.size()), dxa(layers.size());
-  for (size_t i = 0; i < layers.size(); ++i) {
-    const LoraFactors* lora = layers[i].lora;
-    if (!lora)
+  std::vector<Tensor> dxa_partial(dys.size()), dxa(dys.size());
+  for (size_t i = 0; i < dys.size(); ++i) {
+    const auto of_layer = layers.subspan(i * experts, experts);
+    const int64_t r = adapter_rank(of_layer);
+    if (r == 0)
       continue;
-    ROWSHARD_CHECK(
-        i < saved.xa.size() && saved.xa[i] && saved.xa[i].shape() == (Shape{tokens, lora->rank()}),
-        LogicError, "column_parallel_backward: ", layers[i].weight->name,
-        " has an adapter but nothing was saved for these tokens");
-    dxa_partial[i] =
-        small("tp.dxa_partial", Category::kWorkspace, dtype, tokens, lora->rank(), ctx);
-    up_backward(dxa_partial[i], dys[i], *lora, ctx);
-    dxa[i] =
-        small("tp.dxa", Category::kWorkspace, dtype, tp.residual_rows(tokens), lora->rank(), ctx);
+    ROWSHARD_CHECK(i < saved.xa.size() && saved.xa[i] && saved.xa[i].shape() == (Shape{tokens, r}),
+                   LogicError, "column_parallel_backward: ", of_layer[0].weight->name,
+                   " has an adapter but nothing was saved for these tokens");
+    dxa_partial[i] = small("tp.dxa_partial", Category::kWorkspace, dtype, tokens, r, ctx);
+    for (const RowGroup& group : groups.all()) {
+      lora_up_backward(rows_of(dxa_partial[i].view(), group), rows_of(dys[i], group),
+                       *of_layer[group.expert].lora, ctx);
+    }
+    dxa[i] = small("tp.dxa", Category::kWorkspace, dtype, tp.residual_rows(tokens), r, ctx);
     partials.push_back(dxa_partial[i]);
     sums.push_back(dxa[i]);
   }
@@ -365,79 +230,93 @@ void column_parallel_backward(const View& dx, std::span<const ConstView> dys, co
     return;
 
   TokenReduce reduce(tp, parts_of(partials, tp), ctx);
-  std::vector<Operand> operands;
-  if (wanted) {
-    for (const Linear& layer : layers) {
-      operands.emplace_back(layer, dtype, ctx);
-      operands.back().prepare_dgrad(tokens / tp.size());
-    }
-  }
+  Dgrads dgrads(wanted ? layers : layers.first(0), groups.experts(), dtype, tokens / tp.size(),
+                ctx);
   for (int step = 0; step < tp.size(); ++step) {
-    const int rank = reduce.rank_at(step);
-    for (size_t i = 0; i < operands.size(); ++i) {
-      const OwnRows dy(tp.part(dys[i], rank), fp8, ctx);
-      operands[i].dgrad(tp.part(dx_partial.view(), rank), dy.rows, i > 0 ? 1 : 0);
+    for (const RowGroup& group : groups.of(reduce.rank_at(step))) {
+      for (size_t i = 0; i < dys.size() && wanted && group.rows > 0; ++i) {
+        const OwnRows dy(rows_of(dys[i], group), fp8, ctx);
+        dgrads.run(i * experts + group.expert, rows_of(dx_partial.view(), group), dy.rows,
+                   i > 0 ? 1 : 0);
+      }
     }
     reduce.send(step);
   }
-  for (Operand& operand : operands)
-    operand.release();
-  operands.clear();
+  dgrads.release();
   // What needs no other rank, while the sums travel.
-  for (size_t i = 0; i < layers.size(); ++i) {
-    if (layers[i].lora)
-      up_gradient(dys[i], saved.xa[i], *layers[i].lora, ctx);
+  for (size_t i = 0; i < dys.size(); ++i) {
+    for (const RowGroup& group : groups.all()) {
+      if (dxa[i])
+        lora_up_gradient(rows_of(dys[i], group), rows_of(ConstView(saved.xa[i]), group),
+                         *layers[i * experts + group.expert].lora, ctx);
+    }
   }
   std::vector<View> own;
   for (const View& sum : sums)
-    own.push_back(own_rows(sum, tp));
+    own.push_back(own_sum(sum, tp));
   reduce.finish(own);
   share_sums(sums, tp, ctx);
-  for (size_t i = 0; i < layers.size(); ++i) {
-    if (layers[i].lora) {
-      down_backward(dx, dxa[i], x, *layers[i].lora, at_own_tokens(layers[i].dropout, tokens, tp),
-                    ctx);
+  for (size_t i = 0; i < dys.size(); ++i) {
+    for (const RowGroup& group : groups.residual()) {
+      const Linear& layer = layers[i * experts + group.expert];
+      if (dxa[i] && group.rows > 0)
+        lora_down_backward(own_rows_of(dx, group, groups),
+                           own_rows_of(ConstView(dxa[i]), group, groups),
+                           own_rows_of(x, group, groups), *layer.lora, mask_of(layer, group), ctx);
     }
   }
 }
 
-void row_parallel_forward(const View& y, const ConstView& x, const Linear& layer,
-                          ParallelSaved* saved, TensorParallel& tp, Context& ctx) {
+void row_parallel_forward(const View& y, const ConstView& x, std::span<const Linear> experts,
+                          ParallelSaved* saved, TensorParallel& tp, Context& ctx,
+                          std::span<const int64_t> rows) {
   const int64_t tokens = x.dim(0);
-  const LinearWeight& weight = *layer.weight;
-  check_layer("row_parallel_forward", weight, y, x, tp.residual_rows(tokens), tokens);
-  const bool fp8 = weight.quantized() != nullptr;
+  for (const Linear& expert : experts) {
+    check_layer("row_parallel_forward", *expert.weight, y, x, tp.residual_rows(tokens), tokens);
+  }
+  const bool fp8 = one_kind(experts);
+  const RowGroups groups(rows, tokens, static_cast<int>(experts.size()), tp);
   std::vector<View> partials, sums;
   Tensor y_partial = ctx.arena.tensor(Category::kCommunication, "tp.partial",
-                                      partial_dtype(y.dtype, tp), {tokens, weight.n});
+                                      partial_dtype(y.dtype, tp), {tokens, y.dim(1)});
   partials.push_back(y_partial);
   sums.push_back(y);
   Tensor xa_partial, xa;
-  if (layer.lora) {
-    const int64_t r = layer.lora->rank();
+  if (const int64_t r = adapter_rank(experts)) {
     xa_partial = small("tp.xa_partial", Category::kWorkspace, x.dtype, tokens, r, ctx);
-    down(xa_partial, x, *layer.lora, layer.dropout, ctx);
+    for (const RowGroup& group : groups.all()) {
+      const Linear& expert = experts[group.expert];
+      lora_down(rows_of(xa_partial.view(), group), rows_of(x, group), *expert.lora,
+                mask_of(expert, group), ctx);
+    }
     if (saved) {  // only backward needs the sum; it travels with the product
       xa = small("tp.xa", Category::kActivations, x.dtype, tp.residual_rows(tokens), r, ctx);
       partials.push_back(xa_partial);
       sums.push_back(xa);
     }
   }
+  // One bias is added with the sum; those of experts, which differ by row, with one rank's part.
+  const bool own_bias = groups.experts() > 1 && tp.rank() == 0;
   TokenReduce reduce(tp, parts_of(partials, tp), ctx);
-  const Operand operand(layer, x.dtype, ctx);
+  std::vector<Operand> operands;
+  for (const Linear& expert : experts)
+    operands.emplace_back(expert, x.dtype, ctx);
   for (int step = 0; step < tp.size(); ++step) {
-    const int rank = reduce.rank_at(step);
-    const OwnRows rows(tp.part(x, rank), fp8, ctx);
-    const View part = tp.part(y_partial.view(), rank);
-    operand.forward(part, rows.rows, false);
-    if (layer.lora)
-      up(part, tp.part(ConstView(xa_partial), rank), *layer.lora, ctx);
+    for (const RowGroup& group : groups.of(reduce.rank_at(step))) {
+      if (group.rows == 0)
+        continue;
+      const OwnRows part(rows_of(x, group), fp8, ctx);
+      const View y_part = rows_of(y_partial.view(), group);
+      operands[group.expert].forward(y_part, part.rows, own_bias);
+      if (xa_partial)
+        lora_up(y_part, rows_of(ConstView(xa_partial), group), *experts[group.expert].lora, ctx);
+    }
     reduce.send(step);
   }
   std::vector<View> own;
   for (const View& sum : sums)
-    own.push_back(own_rows(sum, tp));
-  reduce.finish(own, weight.bias);
+    own.push_back(own_sum(sum, tp));
+  reduce.finish(own, groups.experts() > 1 ? ConstView() : experts[0].weight->bias);
   share_sums(sums, tp, ctx);
   if (saved) {
     saved->xa.clear();
@@ -446,48 +325,66 @@ void row_parallel_forward(const View& y, const ConstView& x, const Linear& layer
 }
 
 void row_parallel_backward(const View& dx, const ConstView& dy, const ConstView& x,
-                           const Linear& layer, const ParallelSaved& saved, TensorParallel& tp,
-                           Context& ctx) {
-  const LinearWeight& weight = *layer.weight;
-  const LoraFactors* lora = layer.lora;
+                           std::span<const Linear> experts, const ParallelSaved& saved,
+                           TensorParallel& tp, Context& ctx, std::span<const int64_t> rows) {
+  const int64_t r = adapter_rank(experts);
   const bool wanted = dx.data != nullptr;
-  if (!wanted && !lora)
+  if (!wanted && r == 0)
     return;
   const int64_t tokens = wanted ? dx.dim(0) : x.dim(0);
-  if (wanted)
-    check_layer("row_parallel_backward", weight, dy, dx, tp.residual_rows(tokens), tokens);
+  for (const Linear& expert : experts) {
+    if (wanted)
+      check_layer("row_parallel_backward", *expert.weight, dy, dx, tp.residual_rows(tokens),
+                  tokens);
+  }
+  const RowGroups groups(rows, tokens, static_cast<int>(experts.size()), tp);
   std::optional<GatheredRows> input;
   if (wanted)
-    input.emplace(dy, tokens, weight.quantized() != nullptr, tp, ctx);
+    input.emplace(dy, groups, one_kind(experts), tp, ctx);
 
   Tensor dxa;
   std::optional<TokenGather> small_gather;
-  if (lora) {
+  if (r > 0) {
     ROWSHARD_CHECK(!saved.xa.empty() && saved.xa[0] &&
-                       saved.xa[0].shape() == (Shape{tp.residual_rows(tokens), lora->rank()}),
-                   LogicError, "row_parallel_backward: ", weight.name,
+                       saved.xa[0].shape() == (Shape{tp.residual_rows(tokens), r}),
+                   LogicError, "row_parallel_backward: ", experts[0].weight->name,
                    " has an adapter but nothing was saved for these tokens");
-    dxa = small("tp.dxa", Category::kWorkspace, dy.dtype, tokens, lora->rank(), ctx);
-    up_backward(tp.sequence ? tp.part(dxa.view(), tp.rank()) : dxa.view(), dy, *lora, ctx);
+    dxa = small("tp.dxa", Category::kWorkspace, dy.dtype, tokens, r, ctx);
+    for (const RowGroup& group : groups.residual()) {
+      lora_up_backward(rows_of(dxa.view(), group), own_rows_of(dy, group, groups),
+                       *experts[group.expert].lora, ctx);
+    }
     if (tp.sequence) {
       const View whole = dxa;
       small_gather.emplace(tp, parts_of({&whole, 1}, tp), ctx);
     }
-    up_gradient(dy, saved.xa[0], *lora, ctx);
+    for (const RowGroup& group : groups.residual()) {
+      if (group.rows > 0)
+        lora_up_gradient(own_rows_of(dy, group, groups),
+                         own_rows_of(ConstView(saved.xa[0]), group, groups),
+                         *experts[group.expert].lora, ctx);
+    }
   }
   if (wanted) {
-    Operand operand(layer, dy.dtype, ctx);
-    operand.prepare_dgrad(tokens / input->steps());
+    Dgrads dgrads(experts, groups.experts(), dy.dtype, tokens / input->steps(), ctx);
     for (int step = 0; step < input->steps(); ++step) {
-      const Rows rows = input->wait(step);
-      operand.dgrad(input->part(dx, step), rows, 0);
+      input->wait(step);
+      for (size_t g = 0; g < input->groups(step).size(); ++g) {
+        const RowGroup& group = input->groups(step)[g];
+        if (group.rows > 0)
+          dgrads.run(group.expert, rows_of(dx, group), input->rows(step, g), 0);
+      }
     }
-    operand.release();
+    dgrads.release();
   }
   if (small_gather)
     small_gather->wait_all();
-  if (lora)
-    down_backward(dx, dxa, x, *lora, layer.dropout, ctx);
+  for (const RowGroup& group : groups.all()) {
+    const Linear& expert = experts[group.expert];
+    if (r > 0)
+      lora_down_backward(wanted ? rows_of(dx, group) : dx, rows_of(ConstView(dxa), group),
+                         rows_of(x, group), *expert.lora, mask_of(expert, group), ctx);
+  }
 }
 
 }  // namespace rowshard

@@ -1,17 +1,15 @@
 // Linear layers over a tensor-parallel group, frozen in FP8 or plain, with adapters.
 //
 //   column-parallel  W [N, K] cut by rows: q, k, v; gate, up. Reads the residual stream, leaves
-//   each
-//                    rank its features of all tokens.
+//                    each rank its features of all tokens.
 //   row-parallel     W [N, K] cut by columns: o; down. Reads a rank's features of all tokens, adds
 //                    up the ranks' partial products, leaves the residual stream.
 //
 // The residual stream has a rank's own tokens with sequence parallelism, all tokens without; T is
 // always all tokens. What travels (layers/tensor_parallel.h):
 //   forward   column: x, quantised 1x128 where it lies: a group never leaves its token, so codes
-//   and
-//             scales are those of quantising the whole, 0.52 of bf16; each rank's scales go to the
-//             product as they came. Row: partial products, summed once.
+//             and scales are those of quantising the whole, 0.52 of bf16; each rank's scales go to
+//             the product as they came. Row: partial products, summed once.
 //   backward  column: partial dx. Row: dy, quantised 1x128.
 // x is never gathered again: W is frozen, and the adapters do without.
 //
@@ -46,24 +44,32 @@ struct ParallelSaved {
 
 /// ys[i] [T, Ni] = x · Wiᵀ (+ bias) (+ adapter) for the layers that read one x [residual rows, K].
 /// saved may be null when no backward follows.
+///
+/// With experts, a layer is E of them, layers[i · E + e], all with one N, K and rank of adapter,
+/// and `rows` [rank][expert] says how many of each rank's T/p tokens every expert multiplies: a
+/// rank's tokens lie expert by expert, so that all T lie rank by rank and within that expert by
+/// expert. That is the order of a GroupedLinear with p · E experts, of which every E-th is the
+/// same, and whose results these are. Counts may be zero.
 void column_parallel_forward(std::span<const View> ys, const ConstView& x,
                              std::span<const Linear> layers, ParallelSaved* saved,
-                             TensorParallel& tp, Context& ctx);
+                             TensorParallel& tp, Context& ctx, std::span<const int64_t> rows = {});
 
 /// dx [residual rows, K] = Σ dys[i] · Wi + adapters, complete, and the adapters' gradients +=
 /// theirs. A dx without data asks for the adapters' gradients only. x as in forward; read by
 /// adapters only.
 void column_parallel_backward(const View& dx, std::span<const ConstView> dys, const ConstView& x,
                               std::span<const Linear> layers, const ParallelSaved& saved,
-                              TensorParallel& tp, Context& ctx);
+                              TensorParallel& tp, Context& ctx, std::span<const int64_t> rows = {});
 
-/// y [residual rows, N] = Σ over ranks x [T, K/p] · Wᵀ (+ bias, once) (+ adapter).
-void row_parallel_forward(const View& y, const ConstView& x, const Linear& layer,
-                          ParallelSaved* saved, TensorParallel& tp, Context& ctx);
+/// y [residual rows, N] = Σ over ranks x [T, K/p] · Wᵀ (+ bias, once) (+ adapter); one layer, or
+/// its E experts.
+void row_parallel_forward(const View& y, const ConstView& x, std::span<const Linear> experts,
+                          ParallelSaved* saved, TensorParallel& tp, Context& ctx,
+                          std::span<const int64_t> rows = {});
 
 /// dx [T, K/p] = dy [residual rows, N] · W + adapter; the rest as above.
 void row_parallel_backward(const View& dx, const ConstView& dy, const ConstView& x,
-                           const Linear& layer, const ParallelSaved& saved, TensorParallel& tp,
-                           Context& ctx);
+                           std::span<const Linear> experts, const ParallelSaved& saved,
+                           TensorParallel& tp, Context& ctx, std::span<const int64_t> rows = {});
 
 }  // namespace rowshard

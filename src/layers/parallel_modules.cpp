@@ -77,7 +77,7 @@ void parallel_norm_mlp_forward(const View& y, const ConstView& x, const LayerNor
                                saved.first, tp, ctx);
   const Tensor product = activations("tp.activation", x.dtype, tokens, ffn, ctx);
   activation_forward(product, nullptr, saved.gate, saved.up, layer.activation, ctx.stream);
-  row_parallel_forward(y, product, layer.down, &saved.down, tp, ctx);
+  row_parallel_forward(y, product, {&layer.down, 1}, &saved.down, tp, ctx);
 }
 
 void parallel_norm_mlp_backward(const View& dx, const ConstView& dy, const ConstView& x,
@@ -93,8 +93,8 @@ void parallel_norm_mlp_backward(const View& dx, const ConstView& dy, const Const
   }
   if (need_first)
     d_product = activations("tp.d_activation", x.dtype, tokens, ffn, ctx);
-  row_parallel_backward(need_first ? d_product.view() : View(), dy, product, layer.down, saved.down,
-                        tp, ctx);
+  row_parallel_backward(need_first ? d_product.view() : View(), dy, product, {&layer.down, 1},
+                        saved.down, tp, ctx);
   if (!need_first)
     return;
   product.reset();

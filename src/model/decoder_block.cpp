@@ -102,7 +102,8 @@ void block_forward(const View& y, const BlockShape& s, const BlockWeights& weigh
 
   saved.mid = make("block.mid", x.dim(0), s.hidden);
   if (tp) {
-    row_parallel_forward(saved.mid, saved.o, layers.linear[kO], &saved.parallel_out, *tp, ctx);
+    row_parallel_forward(saved.mid, saved.o, {&layers.linear[kO], 1}, &saved.parallel_out, *tp,
+                         ctx);
   } else {
     linear_forward(saved.mid, saved.o, layers.linear[kO], &saved.out, ctx);
   }
@@ -143,7 +144,8 @@ void block_backward(const View& dx, const BlockShape& s, const BlockWeights& wei
   Tensor d_o = make("block.d_o", need_qkv ? tokens : 0, s.heads * s.head_dim);
   const View d_out = need_qkv ? d_o.view() : none;
   if (tp) {
-    row_parallel_backward(d_out, dx, saved.o, layers.linear[kO], saved.parallel_out, *tp, ctx);
+    row_parallel_backward(d_out, dx, saved.o, {&layers.linear[kO], 1}, saved.parallel_out, *tp,
+                          ctx);
   } else {
     linear_backward(d_out, dx, saved.out, layers.linear[kO], false, ctx);
   }

@@ -382,8 +382,8 @@ Left LayerTest<T>::row(const Mode& mode) {
   const Tensor dyt = activations(dy, n, own, {0, n});
   const Tensor y = empty(own.size(), n), dx = empty(tokens_, cols.size());
   ParallelSaved saved;
-  row_parallel_forward(y, xt, linear, &saved, tp, bench.ctx);
-  row_parallel_backward(dx, dyt, xt, linear, saved, tp, bench.ctx);
+  row_parallel_forward(y, xt, {&linear, 1}, &saved, tp, bench.ctx);
+  row_parallel_backward(dx, dyt, xt, {&linear, 1}, saved, tp, bench.ctx);
   if (part.matrix) {
     EXPECT_FALSE(part.matrix->usage().columnwise) << "released";
   }

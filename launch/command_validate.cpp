@@ -51,7 +51,7 @@ int command_validate(int argc, char** argv) {
   DeviceChoice device = DeviceChoice::kAuto;
   CudaTransport transport = CudaTransport::kPeer;
   OptionSet set(
-      "validate single|fsdp2-reshard|fsdp2-keep|hsdp|tp-sp|fsdp2-tp|mxfp8 [options]",
+      "validate single|fsdp2-reshard|fsdp2-keep|hsdp|tp-sp|fsdp2-tp|grouped|mxfp8 [options]",
       "Checks on these ranks what a mode of parallelism promises: bits that do not differ,\n"
       "bytes as planned, nothing left over. Ends in PASS, FAIL or SKIPPED.");
   set.positional("MODE", name);

@@ -8,6 +8,7 @@
 #include "comm/host_engine.h"
 #include "finetune/memory_plan.h"
 #include "finetune/synthetic_run.h"
+#include "finetune/validation_grouped.h"
 
 namespace rowshard {
 
@@ -22,7 +23,7 @@ constexpr std::pair<ValidationMode, const char*> kModes[] = {
     {ValidationMode::kSingle, "single"},        {ValidationMode::kFsdp2Reshard, "fsdp2-reshard"},
     {ValidationMode::kFsdp2Keep, "fsdp2-keep"}, {ValidationMode::kHsdp, "hsdp"},
     {ValidationMode::kTpSp, "tp-sp"},           {ValidationMode::kFsdp2Tp, "fsdp2-tp"},
-    {ValidationMode::kMxfp8, "mxfp8"}};
+    {ValidationMode::kGrouped, "grouped"},      {ValidationMode::kMxfp8, "mxfp8"}};
 
 /// Sizes that no rank count divides, and that FP8 tensor cores take.
 SyntheticOptions small_model(const World& world) {
@@ -358,9 +359,6 @@ ValidationMode parse_validation_mode(const std::string& text) {
       return mode;
     names += message(names.empty() ? "" : ", ", name);
   }
-  ROWSHARD_CHECK(text != "grouped", ConfigError,
-                 "validate grouped: models with experts are not in this version; use one of ",
-                 names);
   throw ConfigError(message("validate ", text, ": use one of ", names));
 }
 
@@ -453,6 +451,10 @@ ValidationReport validate(World& world, ValidationMode mode) {
       validation.options_that_differ(split);
       break;
     }
+    case ValidationMode::kGrouped:
+      validate_grouped(world,
+                       [&](const auto& name, const auto& run) { validation.check(name, run); });
+      break;
     case ValidationMode::kMxfp8:
       base.execution.recipe = Recipe::kMx;
       validation.same_bits("reshard, keep, resident, prefetch and recompute",

@@ -12,9 +12,18 @@
 
 namespace rowshard {
 
-enum class ValidationMode { kSingle, kFsdp2Reshard, kFsdp2Keep, kHsdp, kTpSp, kFsdp2Tp, kMxfp8 };
+enum class ValidationMode {
+  kSingle,
+  kFsdp2Reshard,
+  kFsdp2Keep,
+  kHsdp,
+  kTpSp,
+  kFsdp2Tp,
+  kGrouped,
+  kMxfp8
+};
 const char* to_string(ValidationMode mode);  // "single", "fsdp2-reshard", …
-/// ConfigError for a mode that is none, or not in this version.
+/// ConfigError for a mode that is none.
 ValidationMode parse_validation_mode(const std::string& text);
 
 struct ValidationCheck {

@@ -164,7 +164,6 @@ refused "nowhere" inspect nowhere
 refused "--model is missing" plan
 refused "MODE is missing" validate
 refused "validate fsdp: use one of single, fsdp2-reshard" validate fsdp
-refused "validate grouped: models with experts are not in this version" validate grouped
 refused "--seq-len 1023 cannot be split over --tp 2 ranks: use 1022 or 1024" \
   "${job[@]}" --tp 2 --seq-len 1023
 refused "--tp-sums half: use one of bf16, fp32" "${job[@]}" --tp-sums half

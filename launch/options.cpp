@@ -63,6 +63,13 @@ void add_execution(OptionSet& set, ExecutionOptions& options) {
       options.transport, parse_transport);
 }
 
+void add_cuda_graph(OptionSet& set, bool& cuda_graph) {
+  set.add("cuda-graph",
+          "record the step of each shape of micro-batch once and replay it: the same bits, less "
+          "work for the host (cuda, one rank)",
+          cuda_graph);
+}
+
 void add_finetune(OptionSet& set, FinetuneOptions& options) {
   set.section("Files");
   add_model(set, options.model);
@@ -88,7 +95,7 @@ void add_finetune(OptionSet& set, FinetuneOptions& options) {
                  "block keeps only the input of each decoder block and runs its forward again in "
                  "backward",
                  options.recompute, parse_recompute);
-  set.add("cuda-graph", "capture a step once and replay it (cuda only)", options.cuda_graph);
+  add_cuda_graph(set, options.cuda_graph);
 
   set.section("Batches");
   set.add("micro-batch-size", "N", "sequences a rank computes at once", options.micro_batch_size);
@@ -97,6 +104,10 @@ void add_finetune(OptionSet& set, FinetuneOptions& options) {
           options.seq_len);
   set.add("packing", "put several samples into a sequence; they do not see each other",
           options.packing);
+  set.add("pad-to", "N",
+          "pad each micro-batch to a multiple of N tokens, and those that go through the head too, "
+          "so that few shapes occur for --cuda-graph; 1 does not",
+          options.pad_to);
 
   set.section("Optimiser");
   set.add("max-steps", "N", "optimiser steps; excludes --epochs", options.max_steps,
@@ -233,8 +244,10 @@ bool parse_options(int argc, char** argv, std::ostream& out, StepBenchOptions& o
                  "block keeps only the input of each decoder block and runs its forward again in "
                  "backward",
                  options.recompute, parse_recompute);
+  add_cuda_graph(set, options.cuda_graph);
   set.add("steps", "N", "timed steps; the median counts", options.steps);
-  set.add("baseline", "measure the same step with every unit resident too, in turns",
+  set.add("baseline",
+          "measure the same step with every unit resident too, or without graphs, in turns",
           options.baseline);
   set.add("json", "FILE", "write the figures there too", json);
   set.add("trace", "FILE", "timeline of one step more, Chrome's format", options.trace);

@@ -46,6 +46,7 @@ const char* to_string(Category category) {
 // look-up by size, and a slot whose name keeps its characters' memory.
 struct Arena::State {
   using Blocks = std::vector<std::byte*>;
+  using Cache = std::unordered_map<int64_t, Blocks>;  // rounded size -> free blocks; entries stay
   struct Slot {
     Category category;
     std::string name;
@@ -54,16 +55,20 @@ struct Arena::State {
   };
 
   explicit State(Device d) : device(d) {}
-  ~State() { trim(); }
+  ~State() {
+    trim(cache);
+    trim(recorded);
+  }
 
   Device device;
   std::mutex mutex;
   std::vector<Slot> slots;  // a Buffer's id is its index here
   std::vector<uint64_t> free_slots;
-  std::unordered_map<int64_t, Blocks> cache;  // rounded size -> free blocks; entries stay
+  Cache cache, recorded;  // `recorded` serves while `recording`
   CategoryBytes categories[kCategoryCount];
   CategoryBytes total;
   bool poison = false;
+  bool recording = false;
   int64_t plan_address = int64_t{1} << 40;
 
   static void add(CategoryBytes& bytes, int64_t delta) {
@@ -107,15 +112,15 @@ struct Arena::State {
   /// Null when the device is out of memory.
   std::byte* take(Category category, std::string_view name, int64_t bytes, uint64_t& id) {
     const int64_t rounded = round_up(bytes, kAlignment);
-    Blocks& home = cache[rounded];
+    Blocks& home = (recording ? recorded : cache)[rounded];
     std::byte* data = nullptr;
     if (!home.empty()) {
       data = home.back();
       home.pop_back();
     } else {
       data = system_allocate(rounded);
-      if (!data) {
-        trim();
+      if (!data && !recording) {
+        trim(cache);
         data = system_allocate(rounded);
       }
       if (!data)
@@ -146,8 +151,8 @@ struct Arena::State {
     free_slots.push_back(id);
   }
 
-  void trim() {
-    for (auto& [size, blocks] : cache) {
+  void trim(Cache& from) {
+    for (auto& [size, blocks] : from) {
       for (std::byte* block : blocks)
         system_free(block);
       blocks.clear();
@@ -213,6 +218,8 @@ Buffer Arena::allocate(Category category, std::string_view name, int64_t bytes) 
     const int64_t rounded = round_up(bytes, kAlignment);
 #if ROWSHARD_CUDA
     if (state_->device.is_cuda()) {
+      if (state_->recording)
+        return buffer;
       // The fill is on no stream of ours: work queued on the block's last use must be done before
       // it, and it must be done before work queued from now on.
       CUDA_CHECK(cudaDeviceSynchronize());
@@ -291,7 +298,16 @@ void Arena::set_poison(bool poison) {
 
 void Arena::trim() {
   std::lock_guard lock(state_->mutex);
-  state_->trim();
+  state_->trim(state_->cache);
+}
+
+ArenaRecording::ArenaRecording(Arena& arena) : state_(arena.state_) {
+  ROWSHARD_CHECK(!state_->recording, LogicError, "arena: a graph is being recorded already");
+  state_->recording = true;
+}
+
+ArenaRecording::~ArenaRecording() {
+  state_->recording = false;
 }
 
 }  // namespace rowshard

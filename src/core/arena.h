@@ -118,16 +118,32 @@ class Arena {
   /// A table "category now steady peak" for people.
   std::string table() const;
 
-  /// Fills every new block with 0xff before handing it out; for tests. Only for host memory and for
-  /// cuda outside capture (it uses a blocking fill).
+  /// Fills every new block with 0xff before handing it out; for tests. Blocking, so not on cuda
+  /// while an ArenaRecording lives.
   void set_poison(bool poison);
-  /// Returns cached blocks to the system.
+  /// Returns cached blocks to the system, but for those of recorded graphs.
   void trim();
 
  private:
   friend class Buffer;
+  friend class ArenaRecording;
   struct State;
   std::shared_ptr<State> state_;
+};
+
+/// While it lives, blocks come from a set that the arena keeps for recorded graphs, and go back to
+/// it whenever they are freed. Nothing else is served from there, and the set stays until the arena
+/// is gone, so that a graph recorded meanwhile finds its addresses for itself at every replay.
+/// Graphs that are replayed one after another on one stream share it. At most one at a time.
+class ArenaRecording {
+ public:
+  explicit ArenaRecording(Arena& arena);
+  ~ArenaRecording();
+  ArenaRecording(const ArenaRecording&) = delete;
+  ArenaRecording& operator=(const ArenaRecording&) = delete;
+
+ private:
+  std::shared_ptr<Arena::State> state_;
 };
 
 /// What an operation needs besides its operands: where scratch comes from and where work is queued.

@@ -12,10 +12,13 @@ Graph::~Graph() {
   reset();
 }
 
-Graph::Graph(Graph&& other) noexcept : executable_(std::exchange(other.executable_, nullptr)) {}
+Graph::Graph(Graph&& other) noexcept
+    : executable_(std::exchange(other.executable_, nullptr)),
+      nodes_(std::exchange(other.nodes_, 0)) {}
 
 Graph& Graph::operator=(Graph&& other) noexcept {
   std::swap(executable_, other.executable_);
+  std::swap(nodes_, other.nodes_);
   return *this;
 }
 
@@ -25,6 +28,7 @@ void Graph::reset() {
   if (executable_)
     cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(executable_));
   executable_ = nullptr;
+  nodes_ = 0;
 }
 
 void Graph::capture(Stream& stream, const std::function<void()>& work) {
@@ -45,10 +49,14 @@ void Graph::capture(Stream& stream, const std::function<void()>& work) {
   }
   CUDA_CHECK(cudaStreamEndCapture(native(stream), &graph));
   cudaGraphExec_t executable = nullptr;
-  const cudaError_t status = cudaGraphInstantiate(&executable, graph, 0);
+  size_t nodes = 0;
+  cudaError_t status = cudaGraphGetNodes(graph, nullptr, &nodes);
+  if (status == cudaSuccess)
+    status = cudaGraphInstantiate(&executable, graph, 0);
   cudaGraphDestroy(graph);
   CUDA_CHECK(status);
   executable_ = executable;
+  nodes_ = static_cast<int64_t>(nodes);
 }
 
 void Graph::replay(Stream& stream) {

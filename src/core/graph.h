@@ -2,13 +2,15 @@
 //
 // The recording holds addresses. So what a capture allocates must come from an Arena that serves
 // this graph alone (or graphs that are only replayed one after another on one stream) and outlives
-// it: blocks of a shared arena would be handed to others between replays. Run the same work once
-// before the capture, with the same arena: caches are filled, and decisions that belong to the host
-// are made.
+// it, or from a shared one under an ArenaRecording: other blocks of a shared arena would be handed
+// on between replays. Run the same work once before the capture: caches are filled, and decisions
+// that belong to the host are made. Numbers that change between replays are read where they lie
+// (core/argument.h).
 //
 // Host streams have no graphs: work there is done when it is issued.
 #pragma once
 
+#include <cstdint>
 #include <functional>
 
 #include "core/device.h"
@@ -29,10 +31,12 @@ class Graph {
   /// Queues the recorded work on `stream`. LogicError before a capture.
   void replay(Stream& stream);
   bool recorded() const { return executable_ != nullptr; }
+  int64_t nodes() const { return nodes_; }  // kernels, copies and fills of a replay
 
  private:
   void reset();
   void* executable_ = nullptr;  // cudaGraphExec_t
+  int64_t nodes_ = 0;
 };
 
 }  // namespace rowshard

@@ -30,10 +30,12 @@ __device__ void update(const AdamWConstants& c, const Pointers& x, float scale, 
 
 // Four elements a thread and turn in 16-byte accesses when every pointer allows it: 16 bytes in,
 // 12 out a parameter, so memory is all that counts.
-__global__ void adamw_kernel(AdamWConstants c, Pointers x, int64_t n, bool aligned) {
+__global__ void adamw_kernel(Argument<AdamWConstants> constants, Pointers x, int64_t n,
+                             bool aligned) {
   const float scale = x.gradient_scale ? *x.gradient_scale : 1.0f;
   if (!isfinite(scale))
     return;
+  const AdamWConstants c = constants.get();
   const int64_t thread = blockIdx.x * int64_t{blockDim.x} + threadIdx.x;
   const int64_t stride = int64_t{blockDim.x} * gridDim.x;
   const int64_t quads = aligned ? n / 4 : 0;
@@ -60,7 +62,7 @@ __global__ void adamw_kernel(AdamWConstants c, Pointers x, int64_t n, bool align
 
 }  // namespace
 
-void adamw(const AdamWVectors& vectors, const AdamWConstants& constants, Stream& stream) {
+void adamw(const AdamWVectors& vectors, Argument<AdamWConstants> constants, Stream& stream) {
   const int64_t n = vectors.parameters.elements();
   const Pointers x{
       .p = vectors.parameters.as<float>(),

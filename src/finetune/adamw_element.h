@@ -6,21 +6,9 @@
 
 #include <cmath>
 
-#include "core/dtype.h"
+#include "finetune/adamw.h"
 
 namespace rowshard {
-
-/// The step's constants, rounded once from f64.
-struct AdamWConstants {
-  float decay;  // 1 - lr * weight_decay
-  float beta1;
-  float one_minus_beta1;
-  float beta2;
-  float one_minus_beta2;
-  float step_size;         // lr / (1 - beta1^step)
-  float sqrt_correction2;  // sqrt(1 - beta2^step)
-  float epsilon;
-};
 
 ROWSHARD_HD inline void adamw_element(const AdamWConstants& c, float g, float& p, float& m,
                                       float& v) {

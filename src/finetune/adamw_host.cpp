@@ -7,13 +7,13 @@ namespace rowshard {
 
 #if ROWSHARD_CUDA
 namespace cuda {
-void adamw(const AdamWVectors& vectors, const AdamWConstants& constants, Stream& stream);
+void adamw(const AdamWVectors& vectors, Argument<AdamWConstants> constants, Stream& stream);
 }
 #endif
 
 namespace host {
 
-void adamw(const AdamWVectors& vectors, const AdamWConstants& constants, Stream&) {
+void adamw(const AdamWVectors& vectors, Argument<AdamWConstants> constants, Stream&) {
   const float scale = vectors.gradient_scale.data ? *vectors.gradient_scale.as<float>() : 1.0f;
   if (!std::isfinite(scale))
     return;
@@ -22,7 +22,7 @@ void adamw(const AdamWVectors& vectors, const AdamWConstants& constants, Stream&
   float* __restrict m = vectors.m.as<float>();
   float* __restrict v = vectors.v.as<float>();
   const float* __restrict g = vectors.gradients.as<float>();
-  const AdamWConstants c = constants;
+  const AdamWConstants c = constants.get();
 #pragma omp parallel for simd if (n > 65536)
   for (int64_t i = 0; i < n; ++i)
     adamw_element(c, g[i] * scale, p[i], m[i], v[i]);
@@ -36,9 +36,7 @@ void adamw(const AdamWVectors& vectors, const AdamWConstants& constants, Stream&
 
 }  // namespace host
 
-namespace {
-
-AdamWConstants constants_of(const AdamW& hyper, int64_t step) {
+AdamWConstants adamw_constants(const AdamW& hyper, int64_t step) {
   const auto in_unit = [](double beta) { return beta >= 0 && beta < 1; };
   ROWSHARD_CHECK(step >= 1 && in_unit(hyper.beta1) && in_unit(hyper.beta2) && hyper.epsilon >= 0 &&
                      hyper.lr >= 0 && hyper.weight_decay >= 0 && std::isfinite(hyper.lr),
@@ -57,9 +55,7 @@ AdamWConstants constants_of(const AdamW& hyper, int64_t step) {
           .epsilon = static_cast<float>(hyper.epsilon)};
 }
 
-}  // namespace
-
-void adamw(const AdamWVectors& vectors, const AdamW& hyper, int64_t step, Stream& stream) {
+void adamw(const AdamWVectors& vectors, Argument<AdamWConstants> constants, Stream& stream) {
   const View& p = vectors.parameters;
   const auto fits = [&](const ConstView& x, DType dtype, int64_t count) {
     return x.dtype == dtype && x.elements() == count && x.device == stream.device();
@@ -73,7 +69,6 @@ void adamw(const AdamWVectors& vectors, const AdamW& hyper, int64_t step, Stream
                  ", gradients ", describe(vectors.gradients), ", m ", describe(vectors.m), ", v ",
                  describe(vectors.v), ", compute copy ", describe(vectors.compute),
                  ", gradient scale ", describe(vectors.gradient_scale));
-  const AdamWConstants constants = constants_of(hyper, step);
   if (n == 0)
     return;
   ROWSHARD_DISPATCH(stream.device(), adamw(vectors, constants, stream));

@@ -28,6 +28,8 @@ AdapterOptimizer::AdapterOptimizer(AdapterSet& adapters, Communicator& group, do
   gradient_part_ = vector(Category::kAdapter, "adapter.gradient_part");
   squares_ = ctx.arena.tensor(Category::kOptimizer, "gradient.squares", DType::kF64, {1});
   clip_ = ctx.arena.tensor(Category::kOptimizer, "gradient.clip", DType::kF32, {2});
+  constants_ = ctx.arena.tensor(Category::kOptimizer, "adamw.constants", DType::kU8,
+                                {static_cast<int64_t>(sizeof(AdamWConstants))});
 }
 
 View AdapterOptimizer::part(const View& flat) const {
@@ -80,7 +82,13 @@ void AdapterOptimizer::squares_of_own_part() {
   count(adapters_.kv_replicated(), adapters_.count());
 }
 
-void AdapterOptimizer::update(double lr, int64_t step) {
+void AdapterOptimizer::prepare(double lr, int64_t step) {
+  hyper_.lr = lr;
+  const AdamWConstants constants = adamw_constants(hyper_, step);
+  copy(constants_, ConstView(&constants, DType::kU8, constants_.shape(), kHost), ctx_.stream);
+}
+
+void AdapterOptimizer::queue() {
   Stream& stream = ctx_.stream;
   size_t used = 0;
   const auto timed = [&](const char* name, int64_t bytes, const auto& collective) {
@@ -105,14 +113,15 @@ void AdapterOptimizer::update(double lr, int64_t step) {
   });
   gradient_scale(clip_, squares_, clip_norm_, stream);
 
-  hyper_.lr = lr;
   AdamWVectors vectors;
   vectors.parameters = part(adapters_.parameters());
   vectors.gradients = gradient_part_;
   vectors.m = m_;
   vectors.v = v_;
   vectors.gradient_scale = clip_.view().slice_rows(0, 1);
-  adamw(vectors, hyper_, step, stream);
+  adamw(vectors,
+        Argument<AdamWConstants>::at(static_cast<const AdamWConstants*>(constants_.view().data)),
+        stream);
   timed("gather parameters", received,
         [&] { group_.all_gather(adapters_.parameters(), vectors.parameters, stream); });
   adapters_.refresh_compute(stream);

@@ -27,7 +27,14 @@ class AdapterOptimizer {
 
   /// Step `step` (from 1) with the gradients in the adapters, which it leaves summed nowhere: zero
   /// them before the next. A gradient that is not finite changes nothing.
-  void update(double lr, int64_t step);
+  void update(double lr, int64_t step) {
+    prepare(lr, step);
+    queue();
+  }
+  /// The two halves: what differs from step to step goes to the device; then everything else is
+  /// queued, which may be recorded (core/graph.h) with one rank.
+  void prepare(double lr, int64_t step);
+  void queue();
   /// Seconds the last step's collectives took on the stream; 0 with one rank. Waits for the stream.
   double reduction_seconds() const;
   /// Global norm of the last step's gradient before clipping; waits for the stream.
@@ -56,6 +63,7 @@ class AdapterOptimizer {
   Tensor gradient_part_;                              // [count / ranks] f32, reduced
   Tensor squares_;                                    // [1] f64
   Tensor clip_;                                       // [2] f32: the factor, the norm
+  Tensor constants_;                                  // AdamWConstants of the step, as bytes
   std::vector<std::pair<Event, Event>> collectives_;  // begin and end of each, of the last step
 };
 

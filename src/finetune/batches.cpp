@@ -8,6 +8,7 @@
 #include "core/error.h"
 #include "core/rng.h"
 #include "core/view.h"
+#include "layers/cross_entropy.h"
 
 namespace rowshard {
 
@@ -29,6 +30,7 @@ UsableSamples usable_samples(const TokenFile& file, const BatchOptions& options,
   at_least_one(options.grad_accum, "--grad-accum");
   at_least_one(options.dp_size, "the number of data-parallel ranks");
   at_least_one(options.pad_multiple, "the padding multiple");
+  at_least_one(options.head_multiple, "the multiple of labels");
   ROWSHARD_CHECK(options.seq_len >= 2, ConfigError, "--seq-len is ", options.seq_len,
                  ", and must be at least 2: the first token predicts the second");
   ROWSHARD_CHECK(options.seq_len <= max_position, ConfigError, "--seq-len is ", options.seq_len,
@@ -126,6 +128,14 @@ class Builder {
         end_segment(length);
         left -= length;
       }
+    }
+    const int64_t wanted = round_up(batch_.valid_tokens, options_.head_multiple);
+    batch_.head_tokens = batch_.valid_tokens;
+    for (int64_t i = 0; i < batch_.tokens() && batch_.head_tokens < wanted; ++i) {
+      if (batch_.labels[i] != kIgnoreLabel)
+        continue;
+      batch_.labels[i] = kNoLoss;
+      ++batch_.head_tokens;
     }
     return std::move(batch_);
   }

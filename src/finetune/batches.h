@@ -23,10 +23,11 @@ namespace rowshard {
 
 struct MicroBatch {
   std::vector<int32_t> input_ids;   // [tokens]
-  std::vector<int32_t> labels;      // [tokens], shifted; -100 where nothing is trained
+  std::vector<int32_t> labels;      // [tokens], shifted; -100, or kNoLoss, where nothing is trained
   std::vector<int32_t> positions;   // [tokens], from 0 in every segment
   std::vector<int32_t> cu_seqlens;  // [segments + 1], from 0 to tokens
-  int64_t valid_tokens = 0;         // labels that are not -100
+  int64_t valid_tokens = 0;         // labels that are trained
+  int64_t head_tokens = 0;          // those and labels that are kNoLoss
   int64_t padding = 0;              // tokens added at the end by pad_multiple
   int32_t max_segment = 0;          // longest segment
 
@@ -44,6 +45,9 @@ struct BatchOptions {
   /// kernels), as segments of their own with id 0 and label -100. With micro_batch_size x seq_len
   /// every micro-batch has the same number of tokens (CUDA graphs). 1: no padding.
   int64_t pad_multiple = 1;
+  /// Labels that are not trained become kNoLoss until those that go through the head are a multiple
+  /// of this, or all. 1: none.
+  int64_t head_multiple = 1;
 
   int64_t rows_per_step() const { return micro_batch_size * grad_accum * dp_size; }
 };

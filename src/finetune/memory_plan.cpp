@@ -21,7 +21,7 @@ namespace {
 // single micro-batch of a run need be the largest.
 void keep_largest(std::vector<MicroBatch>& largest, MicroBatch batch) {
   const auto within = [](const MicroBatch& a, const MicroBatch& b) {
-    return a.tokens() <= b.tokens() && a.valid_tokens <= b.valid_tokens &&
+    return a.tokens() <= b.tokens() && a.head_tokens <= b.head_tokens &&
            (a.tokens() % 8 == 0 || b.tokens() % 8 != 0);
   };
   for (const MicroBatch& other : largest) {
@@ -67,9 +67,10 @@ PlannedBatches planned_batches(const FinetuneOptions& options, const ModelConfig
   }
   full.input_ids.assign(options.micro_batch_size * seq_len, 0);
   full.labels = full.input_ids;
-  full.valid_tokens = full.tokens();
-  // As Batches pads for tensor parallelism: a segment of its own, without labels.
-  const int64_t padded = round_up(full.tokens(), int64_t{options.execution.tp});
+  full.valid_tokens = full.head_tokens = full.tokens();
+  // As Batches pads: a segment of its own, without labels.
+  const int64_t padded =
+      round_up(full.tokens(), batch_options(options, data_ranks, seq_len).pad_multiple);
   full.padding = padded - full.tokens();
   if (full.padding > 0) {
     full.input_ids.resize(padded, 0);

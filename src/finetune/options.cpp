@@ -199,6 +199,10 @@ void check_numbers(const FinetuneOptions& options) {
   check_at_least<int64_t>("--micro-batch-size", options.micro_batch_size, 1);
   check_at_least<int64_t>("--grad-accum", options.grad_accum, 1);
   check_seq_len(options.seq_len, options.execution);
+  check_at_least<int64_t>("--pad-to", options.pad_to, 1);
+  ROWSHARD_CHECK(options.pad_to == 1 || options.execution.tp == 1, ConfigError, "--pad-to ",
+                 options.pad_to, " with --tp ", options.execution.tp,
+                 " is not in this version; leave it 1");
   check_at_least<int64_t>("--max-steps", options.max_steps, 0);
   ROWSHARD_CHECK(options.max_steps > 0 || options.epochs > 0, ConfigError, "--epochs ",
                  options.epochs, ": must be at least 1 (or give --max-steps)");
@@ -217,6 +221,8 @@ void check_numbers(const FinetuneOptions& options) {
                  "--eval-every ", options.eval_every, " needs --eval-data FILE");
   check_at_least<int64_t>("--save-every", options.save_every, 0);
   check_at_least<int64_t>("--keep", options.keep, 1);
+  ROWSHARD_CHECK(!options.cuda_graph || options.trace.empty(), ConfigError,
+                 "--trace FILE shows nothing of a recorded step: use --cuda-graph false");
   check_given("--resume", options.resume, "auto, none, or a checkpoint directory");
 }
 

@@ -102,13 +102,16 @@ struct FinetuneOptions {
   ExecutionOptions execution;
 
   Recompute recompute = Recompute::kNone;
-  bool cuda_graph = false;
+  bool cuda_graph = false;  // finetune/step_graphs.h
 
   // One optimiser step sees micro_batch_size x grad_accum x dp_shard x dp_replicate sequences.
   int64_t micro_batch_size = 1;
   int64_t grad_accum = 1;
   int64_t seq_len = 0;  // tokens a sequence; 0: the model's maximum, at most 1024
   bool packing = true;  // several samples share a sequence and do not see each other
+  /// Micro-batches are padded to a multiple of so many tokens, and so are the tokens of each that
+  /// go through the head: few shapes, for cuda_graph. 1: as they come.
+  int64_t pad_to = 1;
 
   int64_t max_steps = 0;  // optimiser steps; 0: counted in epochs
   int64_t epochs = 1;     // used only when max_steps is 0

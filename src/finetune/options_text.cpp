@@ -20,12 +20,13 @@ std::string to_text(const FinetuneOptions& o) {
   return message("model ", o.model, " data ", o.data, " output ", o.output_dir, " lora r ",
                  o.lora.r, " alpha ", o.lora.alpha, " dropout ", o.lora.dropout, " targets",
                  targets, " ", to_text(o.execution), " recompute ", to_string(o.recompute),
-                 " cuda_graph ", o.cuda_graph, " micro_batch ", o.micro_batch_size, " accum ",
-                 o.grad_accum, " seq_len ", o.seq_len, " packing ", o.packing, " steps ",
-                 o.max_steps, " epochs ", o.epochs, " lr ", o.lr, " ", to_string(o.lr_schedule),
-                 " warmup ", o.warmup_steps, " decay ", o.weight_decay, " clip ", o.clip_norm,
-                 " eval ", o.eval_data, " every ", o.eval_every, " save ", o.save_every, " keep ",
-                 o.keep, " resume ", o.resume, " seed ", o.seed, " dry_run ", o.dry_run);
+                 " cuda_graph ", o.cuda_graph, " pad_to ", o.pad_to, " micro_batch ",
+                 o.micro_batch_size, " accum ", o.grad_accum, " seq_len ", o.seq_len, " packing ",
+                 o.packing, " steps ", o.max_steps, " epochs ", o.epochs, " lr ", o.lr, " ",
+                 to_string(o.lr_schedule), " warmup ", o.warmup_steps, " decay ", o.weight_decay,
+                 " clip ", o.clip_norm, " eval ", o.eval_data, " every ", o.eval_every, " save ",
+                 o.save_every, " keep ", o.keep, " resume ", o.resume, " seed ", o.seed,
+                 " dry_run ", o.dry_run);
 }
 
 std::string to_text(const EvaluateOptions& o) {

@@ -9,7 +9,7 @@ namespace rowshard {
 
 namespace {
 
-constexpr int kWarmUp = 2;
+constexpr int kWarmUp = 2;  // with graphs: one step queued, one recorded
 constexpr int kTurns = 2;
 
 double median(std::vector<double> values) {
@@ -39,6 +39,10 @@ class StepBench {
         job().mesh().dp_shard > 1)
       modes.push_back({"resident", resident});
     const bool compared = modes.size() == 2;
+    if (options_.baseline && options_.cuda_graph) {
+      modes.push_back({"no graph", modes[0].plan});
+      modes.back().graph = false;
+    }
     if (options_.baseline && job().tensor_parallel()) {
       modes.push_back({"tp waits", modes[0].plan});
       modes.back().overlap = false;
@@ -70,6 +74,7 @@ class StepBench {
     std::string name;
     PlanPolicy plan;
     bool overlap = true;
+    bool graph = true;  // with options.cuda_graph
     std::vector<double> step_ms{}, wait_ms{}, tp_wait_ms{}, reduction_ms{};
     int64_t wire_bytes = 0, peak_bytes = 0;
   };
@@ -93,12 +98,15 @@ class StepBench {
 
   void measure(Mode& mode, int steps) {
     job().model().set_plan(mode.plan);
+    run_.use_graphs(mode.graph);
     TensorParallel* tp = job().tensor_parallel();
     if (tp)
       tp->overlap = mode.overlap && options_.execution.tp_overlap;
-    for (int i = 0; i < kWarmUp; ++i)
+    for (int i = 0; i < kWarmUp; ++i) {
       step();
-    job().arena().reset_peak();
+      if (i == 0)
+        job().arena().reset_peak();  // a replay asks the arena for nothing; the recording did
+    }
     for (int i = 0; i < steps; ++i) {
       const int64_t wire = job().wire_bytes();
       control_->barrier();
@@ -167,6 +175,8 @@ void check(const StepBenchOptions& options) {
     ROWSHARD_CHECK(value >= 1, ConfigError, name, " ", value, ": must be at least 1");
   ROWSHARD_CHECK(model.heads % model.kv_heads == 0, ConfigError, "--heads ", model.heads,
                  " is no multiple of --kv-heads ", model.kv_heads);
+  ROWSHARD_CHECK(!options.cuda_graph || options.trace.empty(), ConfigError,
+                 "--trace FILE shows nothing of a recorded step: use --cuda-graph false");
   ROWSHARD_CHECK(model.head_dim % 2 == 0, ConfigError, "--head-dim ", model.head_dim,
                  ": must be even");
 }

@@ -15,7 +15,7 @@ namespace rowshard {
 
 struct StepBenchOptions : SyntheticOptions {
   int steps = 10;        // timed, of each mode, in two turns
-  bool baseline = true;  // measure resident too
+  bool baseline = true;  // measure resident too, and with graphs the same without them
   std::string trace;     // of one step more, in the mode asked for; empty: none
 };
 /// Llama-3.1-8B's sizes.
@@ -35,8 +35,9 @@ struct StepMeasurement {
   double loss = 0, grad_norm = 0;  // the same bits in every step
 };
 struct StepBenchResult {
-  /// The one asked for, then resident; with several tensor-parallel ranks also the one asked for
-  /// with every transfer of activations waited for at once.
+  /// The one asked for, then resident; with graphs also the one asked for without them; with
+  /// several tensor-parallel ranks also the one asked for with every transfer of activations waited
+  /// for at once.
   std::vector<StepMeasurement> modes;
   /// (step of the mode - step of resident + reduction) / step of the mode; only with both.
   std::optional<double> not_hidden;

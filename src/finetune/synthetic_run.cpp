@@ -45,7 +45,7 @@ std::string to_text(const SyntheticOptions& o) {
                  " heads ", m.heads, " ", m.kv_heads, " ", m.head_dim, " vocabulary ", m.vocab_size,
                  " tied ", m.tie_word_embeddings, " ", to_text(o.execution), " r ", o.lora.r,
                  " recompute ", to_string(o.recompute), " tokens ", o.tokens, " accum ",
-                 o.grad_accum);
+                 o.grad_accum, " cuda_graph ", o.cuda_graph);
 }
 
 FinetuneOptions plan_options(const SyntheticOptions& options) {
@@ -55,6 +55,7 @@ FinetuneOptions plan_options(const SyntheticOptions& options) {
   plan.recompute = options.recompute;
   plan.seq_len = options.tokens;
   plan.grad_accum = options.grad_accum;
+  plan.cuda_graph = options.cuda_graph;
   return plan;
 }
 
@@ -82,14 +83,19 @@ SyntheticRun::SyntheticRun(World& world, const SyntheticOptions& options)
   const auto vocabulary = static_cast<uint64_t>(options.model.vocab_size);
   for (int64_t k = 0; k < options.grad_accum; ++k) {
     const int64_t number = k * job_.data_size() + job_.data_rank();
-    std::vector<int32_t> ids, labels;
+    MicroBatch host;
     for (int64_t i = 0; i < options.tokens; ++i) {
-      ids.push_back(static_cast<int32_t>(mix(i * 8191 + number) % vocabulary));
-      labels.push_back(static_cast<int32_t>(mix(i * 131071 + number + 7) % vocabulary));
+      host.input_ids.push_back(static_cast<int32_t>(mix(i * 8191 + number) % vocabulary));
+      host.labels.push_back(static_cast<int32_t>(mix(i * 131071 + number + 7) % vocabulary));
     }
-    batches_.push_back(std::make_unique<DeviceBatch>(job_.model().batch(
-        ids, labels, std::vector<int32_t>{0, static_cast<int32_t>(options.tokens)})));
+    host.cu_seqlens = {0, static_cast<int32_t>(options.tokens)};
+    host.valid_tokens = host.head_tokens = options.tokens;
+    batches_.push_back(std::make_unique<DeviceBatch>(
+        job_.model().batch(host.input_ids, host.labels, host.cu_seqlens)));
+    hosts_.push_back(std::move(host));
   }
+  if (options.cuda_graph)
+    graphs_.emplace(job_, adapters_, optimizer_, loss_sum_);
 }
 
 SyntheticRun::Step SyntheticRun::step(double lr) {
@@ -101,9 +107,16 @@ SyntheticRun::Step SyntheticRun::step(double lr) {
   job_.model().scheduler().reset_exposed();
   if (TensorParallel* tp = job_.tensor_parallel())
     tp->waits.reset();
-  for (const auto& batch : batches_)
-    job_.model().train(*batch, adapters_, 1.0 / tokens, loss_sum_, Dropout{});
-  optimizer_.update(lr, ++steps_);
+  ++steps_;
+  if (graphs_ && use_graphs_) {
+    for (const MicroBatch& batch : hosts_)
+      graphs_->train(batch, 1.0 / tokens, Dropout{});
+    graphs_->update(lr, steps_);
+  } else {
+    for (const auto& batch : batches_)
+      job_.model().train(*batch, adapters_, 1.0 / tokens, loss_sum_, Dropout{});
+    optimizer_.update(lr, steps_);
+  }
   Step result;
   result.grad_norm = optimizer_.gradient_norm();
   result.loss = job_.reduce_sum(loss_sum_) / tokens;

@@ -2,8 +2,7 @@
 // ranks. What `bench step` measures and `validate` checks.
 #pragma once
 
-#include "finetune/adapter_optimizer.h"
-#include "finetune/job.h"
+#include "finetune/step_graphs.h"
 #include "shard/sharded_unit.h"
 
 namespace rowshard {
@@ -22,6 +21,7 @@ struct SyntheticOptions {
   Recompute recompute = Recompute::kNone;
   int64_t tokens = 4096;   // of a micro-batch, one sequence
   int64_t grad_accum = 1;  // micro-batches of a rank in a step
+  bool cuda_graph = false;
 };
 std::string to_text(const SyntheticOptions& options);
 /// The same run as `rowshard plan` takes it.
@@ -38,6 +38,8 @@ class SyntheticRun {
     bool operator==(const Step&) const = default;
   };
   Step step(double lr);
+  /// Whether steps replay recorded graphs; only with options().cuda_graph, and then at first.
+  void use_graphs(bool use) { use_graphs_ = use; }
   /// Mean loss of the step's batches, without training.
   double evaluate();
   /// Logits of the last token of the first batch, so that the model has been in inference.
@@ -60,7 +62,10 @@ class SyntheticRun {
   AdapterSet adapters_;
   AdapterOptimizer optimizer_;
   Tensor loss_sum_;  // [1] f64
+  std::vector<MicroBatch> hosts_;
   std::vector<std::unique_ptr<DeviceBatch>> batches_;
+  std::optional<StepGraphs> graphs_;
+  bool use_graphs_ = true;
   int64_t steps_ = 0;
 };
 

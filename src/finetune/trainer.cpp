@@ -18,7 +18,8 @@ BatchOptions batch_options(const FinetuneOptions& options, int data_ranks, int64
   batches.grad_accum = options.grad_accum;
   batches.dp_size = data_ranks;
   batches.seed = options.seed;
-  batches.pad_multiple = options.execution.tp;
+  batches.pad_multiple = std::max<int64_t>(options.execution.tp, options.pad_to);
+  batches.head_multiple = options.pad_to;
   return batches;
 }
 
@@ -50,6 +51,8 @@ Trainer::Trainer(Job& job, const FinetuneOptions& options, const TokenFile& data
       std::make_unique<AdapterOptimizer>(*adapters_, job.reduce_group(), options.weight_decay,
                                          options.clip_norm, ctx, job.tensor_parallel_groups());
   loss_sum_ = job.arena().tensor(Category::kOptimizer, "loss_sum", DType::kF64, {1});
+  if (options.cuda_graph)
+    graphs_.emplace(job, *adapters_, *optimizer_, loss_sum_);
 }
 
 StepMetrics Trainer::train_step() {
@@ -65,7 +68,6 @@ StepMetrics Trainer::train_step() {
   fill_bytes(loss_sum_, 0, ctx.stream);
   for (int64_t k = 0; k < options_.grad_accum; ++k) {
     const MicroBatch host = batches_.micro_batch(position_, job_.data_rank(), k);
-    const DeviceBatch batch = job_.model().batch(host.input_ids, host.labels, host.cu_seqlens);
     Dropout dropout;
     dropout.rate = static_cast<float>(options_.lora.dropout);
     dropout.random.seed = options_.seed;
@@ -73,11 +75,21 @@ StepMetrics Trainer::train_step() {
     const uint64_t slot =
         (uint64_t(step_) * options_.grad_accum + k) * job_.data_size() + job_.data_rank();
     dropout.random.stream = (slot + 1) << 20;
-    job_.model().train(batch, *adapters_, valid > 0 ? 1.0 / valid : 0.0, loss_sum_, dropout);
+    const double scale = valid > 0 ? 1.0 / valid : 0.0;
+    if (graphs_) {
+      graphs_->train(host, scale, dropout);
+      continue;
+    }
+    const DeviceBatch batch = job_.model().batch(host.input_ids, host.labels, host.cu_seqlens);
+    job_.model().train(batch, *adapters_, scale, loss_sum_, dropout);
   }
   StepMetrics metrics;
   metrics.lr = schedule_.lr(step_ + 1);
-  optimizer_->update(metrics.lr, step_ + 1);
+  if (graphs_) {
+    graphs_->update(metrics.lr, step_ + 1);
+  } else {
+    optimizer_->update(metrics.lr, step_ + 1);
+  }
   metrics.grad_norm = optimizer_->gradient_norm();
   ROWSHARD_CHECK(std::isfinite(metrics.grad_norm), Error, "step ", step_ + 1,
                  ": the gradient norm is ", metrics.grad_norm,
@@ -145,8 +157,6 @@ std::string describe_counts(const Batches& batches) {
 
 void run_finetune(World& world, const FinetuneOptions& options, Reporter& reporter) {
   check(options);
-  ROWSHARD_CHECK(!options.cuda_graph, ConfigError,
-                 "--cuda-graph true is not in this version; leave it false");
   Job job(world, options.model, options.execution, options.recompute, to_text(options));
   const TokenFile data = TokenFile::open(options.data, job.config().vocab_size);
   std::optional<TokenFile> eval_data;

@@ -9,6 +9,7 @@
 #include "finetune/batches.h"
 #include "finetune/job.h"
 #include "finetune/schedule.h"
+#include "finetune/step_graphs.h"
 #include "finetune/token_file.h"
 
 namespace rowshard {
@@ -24,6 +25,7 @@ class Trainer {
   int64_t step() const { return step_; }  // steps done
   AdapterSet& adapters() { return *adapters_; }
   const Batches& batches() const { return batches_; }
+  const StepGraphs* graphs() const { return graphs_ ? &*graphs_ : nullptr; }  // with cuda_graph
 
   /// One optimiser step.
   StepMetrics train_step();
@@ -49,6 +51,7 @@ class Trainer {
   DataPosition position_;
   int64_t step_ = 0;
   Tensor loss_sum_;  // [1] f64
+  std::optional<StepGraphs> graphs_;
 };
 
 /// `rowshard finetune`: the whole job. Writes metrics.jsonl, adapter/ and checkpoints under

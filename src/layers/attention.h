@@ -10,7 +10,7 @@
 // sizes through our own kernels, and so does everything where cuDNN is missing or refuses (said
 // once in the log with the reason). Scratch is of a size that follows from the shapes alone.
 // cuDNN's plans are made at the first call of a rounded shape, which must not be inside a capture;
-// a graph serves the segments it was captured with.
+// a graph serves segments of one attention_layout.
 //
 // The plan device allocates and frees the scratch of a call, host or cuda.
 #pragma once
@@ -30,5 +30,11 @@ void attention_backward(const View& dq, const View& dk, const View& dv, const Co
                         const ConstView& q, const ConstView& k, const ConstView& v,
                         const ConstView& o, const ConstView& lse, const Segments& segments,
                         double scale, Context& ctx);
+
+/// What a recorded attention depends on besides shapes: a graph of segments with these bounds
+/// serves others of as many tokens that have the same layout (Segments::assign). Empty where it
+/// serves all.
+std::vector<int64_t> attention_layout(const std::vector<int32_t>& bounds, int64_t heads,
+                                      int64_t kv_heads, int64_t head_dim);
 
 }  // namespace rowshard

@@ -274,8 +274,9 @@ bool cudnn_attention(const AttentionOperands& x, const Segments& segments,
     return false;
   }
   const int64_t heads = x.q.dim(1), kv_heads = x.k.dim(1);
-  const std::vector<AttentionCall> calls =
-      x.backward() ? backward_calls(segments, heads, kv_heads) : forward_calls(segments, kv_heads);
+  const std::vector<AttentionCall> calls = x.backward()
+                                               ? backward_calls(segments.lengths(), heads, kv_heads)
+                                               : forward_calls(segments.lengths(), kv_heads);
   Library& library = the_library();
   std::lock_guard lock(library.mutex);
   std::vector<const Plan*> plans;

@@ -64,11 +64,14 @@ inline int64_t score_limit(int64_t tokens, int64_t heads) {
   return std::min(score_bytes(heads, longest), kScoreBytes);
 }
 
+inline bool cudnn_takes(int64_t head_dim) {
+  return head_dim == 64 || head_dim == 128;
+}
 /// Shapes that cuDNN takes; null or the reason why not.
 inline const char* cudnn_refuses(const ConstView& q, const ConstView& k) {
   if (!ROWSHARD_CUDNN)
     return "this build has no cudnn-frontend (launch/setup gets it)";
-  if (q.dtype != DType::kBF16 || (q.dim(2) != 64 && q.dim(2) != 128))
+  if (q.dtype != DType::kBF16 || !cudnn_takes(q.dim(2)))
     return "cuDNN is used for bf16 with heads of 64 and 128";
   if (score_bytes(q.dim(1) / k.dim(1), length_bucket(q.dim(0))) > kScoreBytes)
     return "the deterministic backward of cuDNN would need more than 2 GiB for a key head";

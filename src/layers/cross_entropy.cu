@@ -65,17 +65,21 @@ __device__ Softmax row_softmax(const T* z, int64_t width, F meanwhile) {
 // One block a row: one pass for the softmax, and with kGradient one more that replaces the row.
 template <typename T, int kWidth, bool kGradient>
 __global__ void __launch_bounds__(kRowThreads)
-    row_kernel(float* losses, T* logits, const int32_t* labels, int64_t width, float scale) {
+    row_kernel(float* losses, T* logits, const int32_t* labels, int64_t width,
+               Argument<double> scale_at) {
   const int64_t row = blockIdx.x;
   T* z = logits + row * width;
   const int64_t label = labels[row];
+  const float scale = label == kNoLoss ? 0 : static_cast<float>(scale_at.get());
   const Softmax all = row_softmax<T, kWidth>(z, width, [&] {
     // Read before the row is replaced, which starts after the barrier.
     losses[row] = label >= 0 && label < width ? widen(z[label]) : NAN;
   });
   if (threadIdx.x == 0) {
-    losses[row] = static_cast<float>(log(static_cast<double>(all.total)) +
-                                     (static_cast<double>(all.maximum) - losses[row]));
+    losses[row] = label == kNoLoss
+                      ? 0
+                      : static_cast<float>(log(static_cast<double>(all.total)) +
+                                           (static_cast<double>(all.maximum) - losses[row]));
   }
   if constexpr (kGradient) {
     const float factor = scale / all.total;
@@ -119,7 +123,8 @@ __global__ void losses_kernel(float* losses, const double* statistics, int parts
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(kRowThreads)
     gradient_kernel(T* logits, const double* statistics, int parts, const int32_t* labels,
-                    int64_t first, int64_t width, float scale) {
+                    int64_t first, int64_t width, Argument<double> scale_at) {
+  const float scale = static_cast<float>(scale_at.get());
   const int64_t row = blockIdx.x;
   T* z = logits + row * width;
   const int64_t label = labels[row] - first;
@@ -138,14 +143,13 @@ __global__ void __launch_bounds__(kRowThreads)
 
 template <bool kGradient>
 void launch(float* losses, void* logits, DType dtype, const ConstView& labels, int64_t width,
-            double scale, Stream& stream) {
+            Argument<double> scale, Stream& stream) {
   for_cuda_type(dtype, "cross_entropy", [&](auto type) {
     using T = decltype(type);
     const auto run = [&]<int kWidth>() {
       row_kernel<T, kWidth, kGradient>
           <<<static_cast<unsigned>(labels.elements()), kRowThreads, 0, native(stream)>>>(
-              losses, static_cast<T*>(logits), labels.as<int32_t>(), width,
-              static_cast<float>(scale));
+              losses, static_cast<T*>(logits), labels.as<int32_t>(), width, scale);
     };
     wide<T>(width, {logits}) ? run.template operator()<kWide<T>>() : run.template operator()<1>();
   });
@@ -154,8 +158,8 @@ void launch(float* losses, void* logits, DType dtype, const ConstView& labels, i
 
 }  // namespace
 
-void cross_entropy(const View& losses, const View& logits, const ConstView& labels, double scale,
-                   Stream& stream) {
+void cross_entropy(const View& losses, const View& logits, const ConstView& labels,
+                   Argument<double> scale, Stream& stream) {
   launch<true>(losses.as<float>(), logits.data, logits.dtype, labels, logits.dim(1), scale, stream);
 }
 
@@ -191,7 +195,8 @@ void losses_of_statistics(const View& losses, const ConstView& statistics, Strea
 }
 
 void cross_entropy_gradient(const View& logits, const ConstView& statistics,
-                            const ConstView& labels, int64_t first, double scale, Stream& stream) {
+                            const ConstView& labels, int64_t first, Argument<double> scale,
+                            Stream& stream) {
   for_cuda_type(logits.dtype, "cross_entropy_gradient", [&](auto type) {
     using T = decltype(type);
     const int64_t width = logits.dim(1);
@@ -199,7 +204,7 @@ void cross_entropy_gradient(const View& logits, const ConstView& statistics,
       gradient_kernel<T, kWidth>
           <<<static_cast<unsigned>(labels.elements()), kRowThreads, 0, native(stream)>>>(
               logits.as<T>(), statistics.as<double>(), static_cast<int>(statistics.dim(0)),
-              labels.as<int32_t>(), first, width, static_cast<float>(scale));
+              labels.as<int32_t>(), first, width, scale);
     };
     wide<T>(width, {logits.data}) ? run.template operator()<kWide<T>>()
                                   : run.template operator()<1>();

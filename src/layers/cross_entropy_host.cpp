@@ -11,27 +11,28 @@ namespace rowshard {
 
 #if ROWSHARD_CUDA
 namespace cuda {
-void cross_entropy(const View& losses, const View& logits, const ConstView& labels, double scale,
-                   Stream& stream);
+void cross_entropy(const View& losses, const View& logits, const ConstView& labels,
+                   Argument<double> scale, Stream& stream);
 void token_losses(const View& losses, const ConstView& logits, const ConstView& labels,
                   Stream& stream);
 void softmax_statistics(const View& statistics, const ConstView& logits, const ConstView& labels,
                         int64_t first, int64_t vocabulary, Stream& stream);
 void losses_of_statistics(const View& losses, const ConstView& statistics, Stream& stream);
 void cross_entropy_gradient(const View& logits, const ConstView& statistics,
-                            const ConstView& labels, int64_t first, double scale, Stream& stream);
+                            const ConstView& labels, int64_t first, Argument<double> scale,
+                            Stream& stream);
 }  // namespace cuda
 #endif
 
 namespace host {
 namespace {
 
-void check_labels(const ConstView& labels, int64_t vocabulary) {
+void check_labels(const ConstView& labels, int64_t vocabulary, bool or_none) {
   const int32_t* label = labels.as<int32_t>();
   for (int64_t i = 0; i < labels.elements(); ++i) {
-    ROWSHARD_CHECK(label[i] >= 0 && label[i] < vocabulary, ShapeError, "label ", label[i],
-                   " of row ", i, " is outside the vocabulary of ", vocabulary,
-                   "; leave rows without a label out with gather_rows");
+    ROWSHARD_CHECK((label[i] >= 0 && label[i] < vocabulary) || (or_none && label[i] == kNoLoss),
+                   ShapeError, "label ", label[i], " of row ", i, " is outside the vocabulary of ",
+                   vocabulary, "; leave rows without a label out with gather_rows");
   }
 }
 
@@ -63,9 +64,10 @@ double exponential_sum(const T* z, Accumulator<T> maximum, int64_t width) {
 
 }  // namespace
 
-void cross_entropy(const View& losses, const View& logits, const ConstView& labels, double scale,
-                   Stream&) {
-  check_labels(labels, logits.dim(1));
+void cross_entropy(const View& losses, const View& logits, const ConstView& labels,
+                   Argument<double> scale_at, Stream&) {
+  check_labels(labels, logits.dim(1), true);
+  const double scale = scale_at.get();
   for_host_type(logits.dtype, "cross_entropy", [&](auto type) {
     using T = decltype(type);
     using A = Accumulator<T>;
@@ -75,6 +77,11 @@ void cross_entropy(const View& losses, const View& logits, const ConstView& labe
 #pragma omp parallel for if (rows * width > kParallelElements)
     for (int64_t row = 0; row < rows; ++row) {
       T* z = logits.as<T>() + row * width;
+      if (label[row] == kNoLoss) {
+        loss[row] = 0;
+        std::fill_n(z, width, T{});
+        continue;
+      }
       const A maximum = row_maximum(z, width);
       const double total = exponential_sum(z, maximum, width);
       const A target = widen(z[label[row]]);
@@ -91,7 +98,7 @@ void cross_entropy(const View& losses, const View& logits, const ConstView& labe
 }
 
 void token_losses(const View& losses, const ConstView& logits, const ConstView& labels, Stream&) {
-  check_labels(labels, logits.dim(1));
+  check_labels(labels, logits.dim(1), true);
   for_host_type(logits.dtype, "token_losses", [&](auto type) {
     using T = decltype(type);
     using A = Accumulator<T>;
@@ -101,6 +108,10 @@ void token_losses(const View& losses, const ConstView& logits, const ConstView& 
 #pragma omp parallel for if (rows * width > kParallelElements)
     for (int64_t row = 0; row < rows; ++row) {
       const T* z = logits.as<T>() + row * width;
+      if (label[row] == kNoLoss) {
+        loss[row] = 0;
+        continue;
+      }
       const A maximum = row_maximum(z, width);
       loss[row] = static_cast<A>(std::log(exponential_sum(z, maximum, width)) +
                                  (maximum - widen(z[label[row]])));
@@ -110,7 +121,7 @@ void token_losses(const View& losses, const ConstView& logits, const ConstView& 
 
 void softmax_statistics(const View& statistics, const ConstView& logits, const ConstView& labels,
                         int64_t first, int64_t vocabulary, Stream&) {
-  check_labels(labels, vocabulary);
+  check_labels(labels, vocabulary, false);
   for_host_type(logits.dtype, "softmax_statistics", [&](auto type) {
     using T = decltype(type);
     const int64_t rows = logits.dim(0), width = logits.dim(1);
@@ -151,7 +162,9 @@ void losses_of_statistics(const View& losses, const ConstView& statistics, Strea
 }
 
 void cross_entropy_gradient(const View& logits, const ConstView& statistics,
-                            const ConstView& labels, int64_t first, double scale, Stream&) {
+                            const ConstView& labels, int64_t first, Argument<double> scale_at,
+                            Stream&) {
+  const double scale = scale_at.get();
   for_host_type(logits.dtype, "cross_entropy_gradient", [&](auto type) {
     using T = decltype(type);
     using A = Accumulator<T>;
@@ -188,8 +201,8 @@ bool logits_and_labels(const ConstView& logits, const ConstView& labels) {
 
 }  // namespace
 
-void cross_entropy(const View& loss_sum, const View& logits, const ConstView& labels, double scale,
-                   Context& ctx) {
+void cross_entropy(const View& loss_sum, const View& logits, const ConstView& labels,
+                   Argument<double> scale, Context& ctx) {
   check_operands(logits_and_labels(logits, labels), "cross_entropy",
                  "logits [n, V], labels [n] i32, loss_sum [1] f64",
                  {{"loss_sum", loss_sum}, {"logits", logits}, {"labels", labels}});
@@ -250,7 +263,8 @@ void losses_of_statistics(const View& losses, const ConstView& statistics, Strea
 }
 
 void cross_entropy_gradient(const View& logits, const ConstView& statistics,
-                            const ConstView& labels, int64_t first, double scale, Stream& stream) {
+                            const ConstView& labels, int64_t first, Argument<double> scale,
+                            Stream& stream) {
   check_operands(
       logits_and_labels(logits, labels) && statistics_of(statistics, logits.dim(0), logits.device),
       "cross_entropy_gradient", "logits [n, V], statistics [p, 3, n] f64, labels [n] i32",

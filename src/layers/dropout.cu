@@ -8,8 +8,8 @@ namespace {
 
 // A thread takes the four neighbouring elements that one call of the generator serves.
 template <typename T>
-__global__ void dropout_kernel(T* y, const T* x, Philox random, MaskRuns runs, float rate,
-                               float keep) {
+__global__ void dropout_kernel(T* y, const T* x, Dropout dropout, MaskRuns runs, float keep) {
+  const Philox random = dropout.philox();
   const int64_t stride = int64_t{blockDim.x} * gridDim.x, items = runs.count * runs.groups;
   for (int64_t item = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; item < items;
        item += stride) {
@@ -23,7 +23,7 @@ __global__ void dropout_kernel(T* y, const T* x, Philox random, MaskRuns runs, f
         continue;
       const float uniform = static_cast<float>(words[lane] >> 8) * 0x1p-24f;
       const int64_t at = run * runs.length + i;
-      y[at] = uniform < rate ? T{} : narrow<T>(widen(x[at]) * keep);
+      y[at] = uniform < dropout.rate ? T{} : narrow<T>(widen(x[at]) * keep);
     }
   }
 }
@@ -35,7 +35,7 @@ void apply_dropout(const View& y, const ConstView& x, const Dropout& dropout, St
     using T = decltype(type);
     const MaskRuns runs(x, dropout);
     dropout_kernel<<<grid_for(runs.count * runs.groups), kThreads, 0, native(stream)>>>(
-        y.as<T>(), x.as<T>(), dropout.random, runs, dropout.rate, 1 / (1 - dropout.rate));
+        y.as<T>(), x.as<T>(), dropout, runs, 1 / (1 - dropout.rate));
   });
   CUDA_CHECK_LAUNCH("apply_dropout");
 }

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "core/arena.h"
+#include "core/argument.h"
 #include "core/rng.h"
 
 namespace rowshard {
@@ -28,11 +29,14 @@ struct LoraFactors {
 /// the others are divided by (1 − rate). So a rank that holds some tokens, or some features of
 /// them, draws its part of the whole's mask.
 struct Dropout {
-  float rate = 0;            // [0, 1); 0 skips
-  Philox random;             // one stream per (step, adapter)
-  int64_t first_token = 0;   // global index of this rank's row 0
-  int64_t first_column = 0;  // feature of the whole that column 0 of x is
-  int64_t columns = 0;       // features of the whole; 0: those of x
+  float rate = 0;                         // [0, 1); 0 skips
+  Philox random;                          // one stream per (step, adapter)
+  int64_t first_token = 0;                // global index of this rank's row 0
+  int64_t first_column = 0;               // feature of the whole that column 0 of x is
+  int64_t columns = 0;                    // features of the whole; 0: those of x
+  Argument<uint64_t> base = uint64_t{0};  // added to random.stream; a graph's replays differ by it
+
+  ROWSHARD_HD Philox philox() const { return {random.seed, random.stream + base.get()}; }
 };
 
 /// What forward leaves for backward, besides x.

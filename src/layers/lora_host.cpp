@@ -22,13 +22,14 @@ void apply_dropout(const View& y, const ConstView& x, const Dropout& dropout, St
     const T* in = x.as<T>();
     const MaskRuns runs(x, dropout);
     const A keep = 1 / (1 - static_cast<A>(dropout.rate));
+    const Philox random = dropout.philox();
     // One call of the generator gives four neighbouring elements.
 #pragma omp parallel for if (x.elements() > kParallelElements)
     for (int64_t item = 0; item < runs.count * runs.groups; ++item) {
       const int64_t run = item / runs.groups;
       const int64_t first = runs.first + run * runs.stride;
       const int64_t group = first / 4 + item % runs.groups;
-      const auto words = dropout.random.words(group);
+      const auto words = random.words(group);
       for (int64_t lane = 0; lane < 4; ++lane) {
         const int64_t i = group * 4 + lane - first;
         if (i < 0 || i >= runs.length)

@@ -1,9 +1,18 @@
 #include "layers/segments.h"
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 namespace rowshard {
+
+std::vector<int32_t> lengths_of(const std::vector<int32_t>& bounds) {
+  std::vector<int32_t> lengths(bounds.size());
+  std::adjacent_difference(bounds.begin(), bounds.end(), lengths.begin());
+  lengths.erase(lengths.begin());  // the first bound itself
+  std::sort(lengths.begin(), lengths.end(), std::greater<>());
+  return lengths;
+}
 
 Segments::Segments(std::vector<int32_t> bounds, Context& ctx) {
   const int64_t tokens = bounds.empty() ? 0 : bounds.back();
@@ -45,11 +54,9 @@ void Segments::assign(std::vector<int32_t> bounds, Stream& stream) {
   }
   std::stable_sort(by_length.begin(), by_length.end(),
                    [](const auto& a, const auto& b) { return a.second > b.second; });
-  std::vector<int32_t> pairs, lengths;
-  for (const auto& [start, length] : by_length) {
+  std::vector<int32_t> pairs;
+  for (const auto& [start, length] : by_length)
     pairs.insert(pairs.end(), {start, length});
-    lengths.push_back(length);
-  }
   while (static_cast<int64_t>(pairs.size()) < 2 * tokens)
     pairs.insert(pairs.end(), {static_cast<int32_t>(tokens), 0});
   const auto upload = [&](const Tensor& to, const std::vector<int32_t>& from) {
@@ -59,8 +66,8 @@ void Segments::assign(std::vector<int32_t> bounds, Stream& stream) {
   upload(ends_, ends);
   upload(positions_, positions);
   upload(by_length_, pairs);
+  lengths_ = lengths_of(bounds);
   bounds_ = std::move(bounds);
-  lengths_ = std::move(lengths);
 }
 
 }  // namespace rowshard

@@ -12,6 +12,9 @@
 
 namespace rowshard {
 
+/// Of the segments between cumulative bounds, in descending order.
+std::vector<int32_t> lengths_of(const std::vector<int32_t>& bounds);
+
 class Segments {
  public:
   /// bounds: cumulative lengths, 0 = bounds[0] < bounds[1] < … < bounds[S] = T. Throws ShapeError

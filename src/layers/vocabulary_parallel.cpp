@@ -66,7 +66,7 @@ void vocabulary_parallel_embedding(const View& y, const VocabularyPart& part, co
 
 void vocabulary_parallel_loss(const View& loss_sum, const View* d_rows, const ConstView& rows,
                               const ConstView& labels, std::span<const int64_t> counts,
-                              const VocabularyPart& head, double scale, int64_t chunk,
+                              const VocabularyPart& head, Argument<double> scale, int64_t chunk,
                               TensorParallel& tp, Context& ctx) {
   const int64_t all = labels.elements(), hidden = head.table.dim(1);
   const DType dtype = rows.dtype;

@@ -2,6 +2,7 @@
 // Streams and collectives as in layers/parallel_linear.h.
 #pragma once
 
+#include "core/argument.h"
 #include "layers/tensor_parallel.h"
 
 namespace rowshard {
@@ -26,7 +27,7 @@ void vocabulary_parallel_embedding(const View& y, const VocabularyPart& part, co
 /// `chunk` rows of logits are alive at once.
 void vocabulary_parallel_loss(const View& loss_sum, const View* d_rows, const ConstView& rows,
                               const ConstView& labels, std::span<const int64_t> counts,
-                              const VocabularyPart& head, double scale, int64_t chunk,
+                              const VocabularyPart& head, Argument<double> scale, int64_t chunk,
                               TensorParallel& tp, Context& ctx);
 
 /// logits [n, vocabulary] T of rows [n, H] T that every rank holds; widths[r] rows of the table are

@@ -14,13 +14,6 @@ namespace {
 // Rows of logits alive at once: bounds the head's scratch at kHeadRows x vocabulary.
 constexpr int64_t kHeadRows = 512;
 
-Tensor upload(const std::vector<int32_t>& values, const char* name, Context& ctx) {
-  Tensor tensor = ctx.arena.tensor(Category::kActivations, name, DType::kI32,
-                                   {static_cast<int64_t>(values.size())});
-  copy(tensor, ConstView(values.data(), DType::kI32, tensor.shape(), kHost), ctx.stream);
-  return tensor;
-}
-
 std::optional<Llama3RopeScaling> rope_scaling(const RopeConfig& rope) {
   if (rope.type == RopeType::kDefault)
     return std::nullopt;
@@ -47,36 +40,72 @@ class PassGuard {
 
 }  // namespace
 
+struct DeviceBatch::Rows {
+  std::vector<int32_t> all, labels, own;
+  std::vector<int64_t> of_ranks;
+
+  Rows(size_t tokens, const std::vector<int32_t>& every_label, int ranks, int rank)
+      : of_ranks(ranks, 0) {
+    ROWSHARD_CHECK(every_label.size() == tokens, ShapeError, "a micro-batch of ", tokens,
+                   " ids and ", every_label.size(), " labels");
+    const int64_t share = static_cast<int64_t>(tokens) / ranks;
+    for (size_t i = 0; i < tokens; ++i) {
+      if (every_label[i] < kNoLoss)
+        continue;
+      all.push_back(static_cast<int32_t>(i));
+      labels.push_back(every_label[i]);
+      const auto holder = static_cast<int>(static_cast<int64_t>(i) / share);
+      ++of_ranks[holder];
+      if (holder == rank)
+        own.push_back(static_cast<int32_t>(static_cast<int64_t>(i) - rank * share));
+    }
+  }
+};
+
 DeviceBatch::DeviceBatch(const std::vector<int32_t>& ids, const std::vector<int32_t>& labels,
                          const std::vector<int32_t>& bounds, Context& ctx, int ranks, int rank)
-    : tokens_(static_cast<int64_t>(ids.size())) {
-  ROWSHARD_CHECK(labels.size() == ids.size(), ShapeError, "a micro-batch of ", ids.size(),
-                 " ids and ", labels.size(), " labels");
+    : tokens_(static_cast<int64_t>(ids.size())), ranks_(ranks), rank_(rank) {
   ROWSHARD_CHECK(tokens_ % ranks == 0, ShapeError, "a micro-batch of ", tokens_,
                  " tokens cannot be split over ", ranks, " tensor-parallel ranks");
-  const int64_t share = tokens_ / ranks;
-  labelled_of_ranks_.assign(ranks, 0);
-  std::vector<int32_t> rows, kept, own;
-  for (size_t i = 0; i < labels.size(); ++i) {
-    if (labels[i] < 0)
-      continue;
-    rows.push_back(static_cast<int32_t>(i));
-    kept.push_back(labels[i]);
-    const auto holder = static_cast<int>(static_cast<int64_t>(i) / share);
-    ++labelled_of_ranks_[holder];
-    if (holder == rank)
-      own.push_back(static_cast<int32_t>(static_cast<int64_t>(i) - rank * share));
-  }
-  labelled_ = static_cast<int64_t>(rows.size());
+  Rows rows(ids.size(), labels, ranks, rank);
+  labelled_ = static_cast<int64_t>(rows.all.size());
+  labelled_of_ranks_ = std::move(rows.of_ranks);
   if (tokens_ == 0)
     return;
-  ids_ = upload(ids, "batch.ids", ctx);
-  rows_ = upload(rows, "batch.rows", ctx);
-  labels_ = upload(kept, "batch.labels", ctx);
+  const auto make = [&](const char* name, size_t count) {
+    return ctx.arena.tensor(Category::kActivations, name, DType::kI32,
+                            {static_cast<int64_t>(count)});
+  };
+  ids_ = make("batch.ids", ids.size());
+  rows_ = make("batch.rows", rows.all.size());
+  labels_ = make("batch.labels", rows.labels.size());
   if (ranks > 1)
-    own_rows_ = upload(own, "batch.own_rows", ctx);
+    own_rows_ = make("batch.own_rows", rows.own.size());
+  upload(ids, rows, ctx.stream);
   segments_ = std::make_unique<Segments>(bounds, ctx);
-  ctx.stream.synchronize();  // the vectors above leave scope
+}
+
+void DeviceBatch::upload(const std::vector<int32_t>& ids, const Rows& rows, Stream& stream) {
+  const auto send = [&](const Tensor& to, const std::vector<int32_t>& from) {
+    copy(to, ConstView(from.data(), DType::kI32, to.shape(), kHost), stream);
+  };
+  send(ids_, ids);
+  send(rows_, rows.all);
+  send(labels_, rows.labels);
+  if (ranks_ > 1)
+    send(own_rows_, rows.own);
+}
+
+void DeviceBatch::assign(const std::vector<int32_t>& ids, const std::vector<int32_t>& labels,
+                         const std::vector<int32_t>& bounds, Stream& stream) {
+  const Rows rows(ids.size(), labels, ranks_, rank_);
+  ROWSHARD_CHECK(static_cast<int64_t>(ids.size()) == tokens_ && rows.of_ranks == labelled_of_ranks_,
+                 ShapeError, "a micro-batch of ", ids.size(), " tokens, ", rows.all.size(),
+                 " with a label, in the place of one of ", tokens_, " and ", labelled_);
+  if (tokens_ == 0)
+    return;
+  upload(ids, rows, stream);
+  segments_->assign(bounds, stream);
 }
 
 namespace {
@@ -119,6 +148,7 @@ DecoderModel::DecoderModel(const ModelConfig& config, const DecoderOptions& opti
 void DecoderModel::set_plan(const PlanPolicy& policy) {
   options_.plan = policy;
   planned_lowest_ = -1;
+  ++changes_;
   const auto forward = [&](Phase phase) {
     return UsagePlan::make(phase, units_.forward_uses(), units_.count(), policy);
   };
@@ -127,6 +157,7 @@ void DecoderModel::set_plan(const PlanPolicy& policy) {
 }
 
 void DecoderModel::load(UnitSource& source) {
+  ++changes_;
   for (auto& unit : sharded_)
     unit->load(source, ctx_.stream);
 }
@@ -144,6 +175,7 @@ void DecoderModel::enter(Phase phase) {
     ShardedUnit& unit = *sharded_[units_.backward_block(layer)];
     if (phase == Phase::kInference && unit.loaded()) {
       unit.drop();
+      ++changes_;
     } else if (phase == Phase::kTraining && !unit.loaded()) {
       ROWSHARD_CHECK(
           source_, UsageError, "training begins, but inference has dropped unit ", unit.name(),
@@ -153,6 +185,7 @@ void DecoderModel::enter(Phase phase) {
       if (!source)
         source = source_();
       unit.load(*source, ctx_.stream);
+      ++changes_;
     }
   }
 }
@@ -226,7 +259,7 @@ Tensor DecoderModel::embed(const DeviceBatch& batch) {
 }
 
 void DecoderModel::head_loss(ShardedUnit& unit, const DeviceBatch& batch, const ConstView& x,
-                             double scale, const View& loss_sum, const View* dx) {
+                             Argument<double> scale, const View& loss_sum, const View* dx) {
   if (tp_)
     return parallel_head_loss(unit, batch, x, scale, loss_sum, dx);
   const int64_t hidden = config_.hidden_size;
@@ -277,8 +310,8 @@ VocabularyPart DecoderModel::vocabulary_part(const ConstView& table) const {
 }
 
 void DecoderModel::parallel_head_loss(ShardedUnit& unit, const DeviceBatch& batch,
-                                      const ConstView& x, double scale, const View& loss_sum,
-                                      const View* dx) {
+                                      const ConstView& x, Argument<double> scale,
+                                      const View& loss_sum, const View* dx) {
   const int64_t hidden = config_.hidden_size;
   const Norm norm{.weight = unit.plain(units_.final_norm()), .eps = config_.rms_norm_eps};
   // Only positions with a label go through the head: this rank's, or with all tokens here, all.
@@ -309,8 +342,8 @@ void DecoderModel::parallel_head_loss(ShardedUnit& unit, const DeviceBatch& batc
   scatter_add_rows(*dx, d_rows, rows, ctx_.stream);
 }
 
-void DecoderModel::train(const DeviceBatch& batch, const AdapterSet& adapters, double scale,
-                         const View& loss_sum, const Dropout& dropout) {
+void DecoderModel::train(const DeviceBatch& batch, const AdapterSet& adapters,
+                         Argument<double> scale, const View& loss_sum, const Dropout& dropout) {
   const int64_t lowest = adapters.lowest_block();
   enter(Phase::kTraining);
   scheduler_->begin(training_plan(lowest));

@@ -30,15 +30,21 @@ struct DecoderOptions {
 /// A micro-batch on the device.
 class DeviceBatch {
  public:
-  /// ids, labels (shifted, -100 where nothing is trained) of one length; cumulative segment bounds.
+  /// ids, labels (shifted; -100 where nothing is trained; kNoLoss where nothing is trained either,
+  /// but the row goes through the head) of one length; cumulative segment bounds.
   /// With tensor parallelism the tokens are a multiple of `ranks`, and equal on all of them.
   DeviceBatch(const std::vector<int32_t>& ids, const std::vector<int32_t>& labels,
               const std::vector<int32_t>& bounds, Context& ctx, int ranks = 1, int rank = 0);
 
+  /// Another micro-batch of as many tokens and labels, at the same device addresses: for a graph
+  /// that was recorded with this one.
+  void assign(const std::vector<int32_t>& ids, const std::vector<int32_t>& labels,
+              const std::vector<int32_t>& bounds, Stream& stream);
+
   int64_t tokens() const { return tokens_; }
   int64_t labelled() const { return labelled_; }
   ConstView ids() const { return ids_; }                   // [T] i32
-  ConstView rows() const { return rows_; }                 // [labelled] i32, positions with a label
+  ConstView rows() const { return rows_; }                 // [labelled] i32, those for the head
   ConstView labels() const { return labels_; }             // [labelled] i32
   const Segments& segments() const { return *segments_; }  // only with tokens() > 0
   /// Labels among the tokens of each tensor-parallel rank, and the rows of this rank's, counted
@@ -47,7 +53,11 @@ class DeviceBatch {
   ConstView own_rows() const { return own_rows_; }
 
  private:
+  struct Rows;  // what the labels say
+  void upload(const std::vector<int32_t>& ids, const Rows& rows, Stream& stream);
+
   int64_t tokens_ = 0, labelled_ = 0;
+  int ranks_ = 1, rank_ = 0;
   std::vector<int64_t> labelled_of_ranks_;
   Tensor ids_, rows_, labels_, own_rows_;
   std::unique_ptr<Segments> segments_;
@@ -84,9 +94,14 @@ class DecoderModel {
   /// The reshard mode and prefetch depth from the next pass on.
   void set_plan(const PlanPolicy& policy);
 
+  /// How often weights were loaded or dropped, or the plan was changed: what was recorded before
+  /// (core/graph.h) must not be replayed after.
+  int64_t changes() const { return changes_; }
+
   /// Adds Σ loss to loss_sum [1] f64 and leaves gradients of (Σ loss · scale) in the adapters.
-  /// `dropout` has a random stream of its own for this micro-batch; each adapter offsets it.
-  void train(const DeviceBatch& batch, const AdapterSet& adapters, double scale,
+  /// `dropout` has a random stream of its own for this micro-batch; each adapter offsets it. May be
+  /// recorded, after the same shape was trained once (attention_layout, layers/linear.h).
+  void train(const DeviceBatch& batch, const AdapterSet& adapters, Argument<double> scale,
              const View& loss_sum, const Dropout& dropout);
   /// Adds Σ loss to loss_sum. Drops and makes nothing that training needs.
   void evaluate(const DeviceBatch& batch, const AdapterSet* adapters, const View& loss_sum);
@@ -106,10 +121,10 @@ class DecoderModel {
   Tensor embed(const DeviceBatch& batch);
   Tensor gather_tokens(const ConstView& x, int64_t tokens);
   Tensor forward_only(const DeviceBatch& batch, const AdapterSet* adapters);
-  void head_loss(ShardedUnit& unit, const DeviceBatch& batch, const ConstView& x, double scale,
-                 const View& loss_sum, const View* dx);
+  void head_loss(ShardedUnit& unit, const DeviceBatch& batch, const ConstView& x,
+                 Argument<double> scale, const View& loss_sum, const View* dx);
   void parallel_head_loss(ShardedUnit& unit, const DeviceBatch& batch, const ConstView& x,
-                          double scale, const View& loss_sum, const View* dx);
+                          Argument<double> scale, const View& loss_sum, const View* dx);
   VocabularyPart vocabulary_part(const ConstView& table) const;
 
   ModelConfig config_;
@@ -124,6 +139,7 @@ class DecoderModel {
   RopeTable rope_;
   UsagePlan training_plan_, validation_plan_, inference_plan_;
   int64_t planned_lowest_ = -1;
+  int64_t changes_ = 0;
   SourceMaker source_;
 };
 

@@ -115,6 +115,33 @@ TEST(Arena, NamesAndBytesFollowTheLiveBuffers) {
   EXPECT_EQ(arena.total().peak, 512 + 300 + 500);
 }
 
+// What a graph's recording used must be there at every replay, and nobody else's in between.
+TEST(Arena, BlocksOfARecordingAreServedToRecordingsOnly) {
+  Bench bench;
+  Arena& arena = bench.arena;
+  const auto take = [&] { return arena.allocate(Category::kActivations, "x", 1000); };
+  std::byte* const shared = take().data();
+  Buffer outside = take();
+  ASSERT_EQ(outside.data(), shared);
+  std::byte* recorded = nullptr;
+  {
+    const ArenaRecording recording(arena);
+    EXPECT_THROW(ArenaRecording{arena}, LogicError);
+    outside.reset();  // allocated before: goes back to where it came from
+    Buffer inside = take();
+    recorded = inside.data();
+    EXPECT_NE(recorded, shared);
+    EXPECT_EQ(arena.bytes(Category::kActivations).now, 1000);
+  }
+  EXPECT_EQ(arena.total().now, 0);
+  arena.trim();  // takes `shared` away, and leaves `recorded`
+  Buffer one = take(), other = take();
+  EXPECT_NE(one.data(), recorded);
+  EXPECT_NE(other.data(), recorded);
+  const ArenaRecording again(arena);
+  EXPECT_EQ(take().data(), recorded);
+}
+
 // A buffer may outlive its arena object: the state stays until the last one is gone.
 TEST(Arena, BuffersMayOutliveTheArena) {
   Buffer buffer;

@@ -183,5 +183,29 @@ TEST(AdamW, RefusesVectorsThatDoNotFit) {
                LogicError);
 }
 
+// A graph's replays take the step's constants from where they lie.
+TEST(AdamW, ConstantsMayLieOnTheDevice) {
+  Bench bench;
+  const int64_t n = 1003;
+  const AdamW hyper{.lr = 1e-3, .weight_decay = 0.01};
+  const Tensor g = bench.upload(values(n, 1, 1.0), {n});
+  const auto updated = [&](Argument<AdamWConstants> constants) {
+    const Tensor p = bench.upload(values(n, 2, 1.0), {n}), m = bench.upload(values(n, 3, 0.1), {n});
+    const Tensor v = bench.upload(std::vector<float>(n, 0.5f), {n});
+    adamw({.parameters = p, .gradients = g, .m = m, .v = v}, constants, bench.stream);
+    return bench.download<float>(p);
+  };
+  const AdamWConstants third = adamw_constants(hyper, 3), fourth = adamw_constants(hyper, 4);
+  const auto size = static_cast<int64_t>(sizeof third);
+  const Tensor constants = bench.upload(std::vector<uint8_t>(size), {size});
+  const auto there =
+      Argument<AdamWConstants>::at(static_cast<const AdamWConstants*>(constants.view().data));
+  for (const AdamWConstants& step : {third, fourth}) {
+    copy(constants, ConstView(&step, DType::kU8, {size}, kHost), bench.stream);
+    EXPECT_EQ(updated(there), updated(step));
+  }
+  EXPECT_NE(updated(there), updated(third));
+}
+
 }  // namespace
 }  // namespace rowshard

@@ -5,6 +5,7 @@
 #include <set>
 
 #include "core/error.h"
+#include "layers/cross_entropy.h"
 #include "unit/model/file_fixture.h"
 
 namespace rowshard::testing {
@@ -251,6 +252,27 @@ TEST(Batches, PaddingIsSegmentsOfItsOwn) {
     position = batches.advance(position);
   }
   EXPECT_TRUE(padded);
+}
+
+TEST(Batches, LabelsWithoutALossMakeUpTheNumberForTheHead) {
+  const Data data(some_lengths(12, 2, 16));
+  BatchOptions options = options_of(16, true, 2, 1, 1);
+  const Batches plain(data.file(), options, 64);
+  options.head_multiple = 8;
+  const Batches batches(data.file(), options, 64);
+  DataPosition position;
+  for (int step = 0; step < 10; ++step) {
+    const MicroBatch want = plain.micro_batch(position, 0, 0);
+    const MicroBatch batch = batches.micro_batch(position, 0, 0);
+    EXPECT_EQ(want.head_tokens, want.valid_tokens);
+    EXPECT_EQ(batch.head_tokens, std::min(round_up(want.valid_tokens, int64_t{8}), want.tokens()));
+    EXPECT_EQ(batch.valid_tokens, want.valid_tokens);
+    EXPECT_EQ(std::ranges::count(batch.labels, kNoLoss), batch.head_tokens - batch.valid_tokens);
+    std::vector<int32_t> trained = batch.labels;
+    std::ranges::replace(trained, kNoLoss, kIgnoreLabel);
+    EXPECT_EQ(trained, want.labels);
+    position = batches.advance(position);
+  }
 }
 
 TEST(Batches, OptionsThatCannotRun) {

@@ -128,6 +128,19 @@ TEST_F(TrainerTest, AccumulationAndMicroBatchesAreOneBatch) {
   EXPECT_LE(testing::largest_relative_difference(three_by_four.norms, twelve_by_one.norms), 1e-4);
 }
 
+TEST_F(TrainerTest, PaddingChangesNoLossAndNoGradient) {
+  if (testing::test_device.is_cuda())
+    GTEST_SKIP() << "products of another size round otherwise";
+  FinetuneOptions asked = options();
+  asked.model = testing::golden_model("llama");
+  asked.execution.recipe = Recipe::kBf16;
+  const Curve as_they_come = testing::train(*world, asked, 4);
+  asked.pad_to = 16;
+  const Curve padded = testing::train(*world, asked, 4);
+  EXPECT_LE(testing::largest_relative_difference(padded.losses, as_they_come.losses), 1e-5);
+  EXPECT_LE(testing::largest_relative_difference(padded.norms, as_they_come.norms), 1e-4);
+}
+
 TEST_F(TrainerTest, GradientThatIsNotFiniteStopsTheRunAndChangesNothing) {
   TinyRun run(*world, options());
   run.trainer.train_step();

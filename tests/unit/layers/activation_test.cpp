@@ -270,6 +270,54 @@ TYPED_TEST(ActivationOnDevice, CrossEntropyStaysNearF64) {
   }
 }
 
+// A graph's replays take the scale from where it lies.
+TEST(CrossEntropy, TheScaleMayLieOnTheDevice) {
+  Bench bench;
+  const auto gradient = [&](Argument<double> scale) {
+    std::vector<float> logits;
+    for (int i = 0; i < 2 * 50; ++i)
+      logits.push_back(0.125f * static_cast<float>(i * 37 % 101));
+    const Tensor z = bench.upload(logits, {2, 50});
+    const Tensor l = bench.upload(std::vector<int32_t>{49, 3}, {2});
+    const Tensor sum = bench.upload(Doubles{0}, {1});
+    cross_entropy(sum, z, l, scale, bench.ctx);
+    return bench.download<float>(z);
+  };
+  const double thirds[] = {1.0 / 3, 2.0 / 3};
+  const Tensor scale = bench.upload(Doubles(thirds, thirds + 1), {1});
+  const auto there = Argument<double>::at(scale.as<double>());
+  EXPECT_EQ(gradient(there), gradient(thirds[0]));
+  copy(scale, ConstView(&thirds[1], DType::kF64, {1}, kHost), bench.stream);
+  EXPECT_EQ(gradient(there), gradient(thirds[1]));
+  EXPECT_NE(gradient(there), gradient(thirds[0]));
+}
+
+TYPED_TEST(ActivationOnDevice, ARowThatOnlyMakesUpTheNumberAddsNothing) {
+  using T = TypeParam;
+  Bench bench;
+  for (const int64_t width : {51, 4096}) {
+    const std::vector<T> logits = testing::narrowed<T>(testing::random_values(3 * width, 1, 3));
+    const auto run = [&](const std::vector<int32_t>& labels) {
+      const auto rows = static_cast<int64_t>(labels.size());
+      const Tensor z = bench.upload(std::vector<T>(logits.begin(), logits.begin() + rows * width),
+                                    {rows, width});
+      const Tensor l = bench.upload(labels, {rows});
+      const Tensor losses = bench.upload(std::vector<float>(rows, NAN), {rows});
+      token_losses(losses, z, l, bench.stream);
+      const Tensor sum = bench.upload(Doubles{10}, {1});
+      cross_entropy(sum, z, l, 0.5, bench.ctx);
+      return std::tuple(testing::widened(bench.download<T>(z)), bench.download<float>(losses),
+                        bench.download<double>(sum)[0]);
+    };
+    auto [gradient, losses, sum] = run({7, 49, kNoLoss});
+    EXPECT_EQ(losses[2], 0);
+    EXPECT_EQ(Doubles(gradient.begin() + 2 * width, gradient.end()), Doubles(width, 0.0));
+    gradient.resize(2 * width);
+    losses.resize(2);
+    EXPECT_EQ(std::tuple(gradient, losses, sum), run({7, 49}));
+  }
+}
+
 TEST(CrossEntropy, NoRowsAddNothing) {
   Bench bench;
   const Tensor sum = bench.upload(Doubles{10}, {1});
@@ -281,7 +329,7 @@ TEST(CrossEntropy, NoRowsAddNothing) {
 
 TEST(CrossEntropy, ALabelOutsideTheVocabularyDoesNotPass) {
   Bench bench;
-  for (int32_t label : {-100, 50}) {
+  for (int32_t label : {-100, -2, 50}) {
     const Tensor z = bench.upload(std::vector<float>(50, 1), {1, 50});
     const Tensor l = bench.upload(std::vector<int32_t>{label}, {1});
     const Tensor losses = bench.upload(std::vector<float>{0}, {1});

@@ -359,8 +359,8 @@ TEST(AttentionCalls, CoverEverySegmentOnce) {
     if (cuda::score_bytes(group, cuda::length_bucket(segments.longest())) > limit)
       continue;  // our own kernels' turn
     for (const bool backward : {false, true}) {
-      const auto calls = backward ? cuda::backward_calls(segments, heads, kv_heads)
-                                  : cuda::forward_calls(segments, kv_heads);
+      const auto calls = backward ? cuda::backward_calls(segments.lengths(), heads, kv_heads)
+                                  : cuda::forward_calls(segments.lengths(), kv_heads);
       int64_t next = 0;
       for (const cuda::AttentionCall& call : calls) {
         EXPECT_EQ(call.first, next);
@@ -402,6 +402,24 @@ TEST(Attention, RefusesHeadsThatDoNotDivide) {
   p.k.resize(5 * 3 * 8);
   p.v.resize(5 * 3 * 8);
   EXPECT_THROW(p.forward(), ShapeError);
+}
+
+// The order of segments, and lengths within a bucket, are no reason for another graph.
+TEST(AttentionLayout, IsWhatCallsOfCudnnDependOn) {
+  const auto layout = [](const std::vector<int32_t>& lengths, int64_t heads, int64_t head_dim) {
+    std::vector<int32_t> bounds{0};
+    for (int32_t length : lengths)
+      bounds.push_back(bounds.back() + length);
+    return attention_layout(bounds, heads, heads / 2, head_dim);
+  };
+  EXPECT_TRUE(layout({300, 84}, 8, 32).empty()) << "our own kernels' grids depend on tokens only";
+  if (!ROWSHARD_CUDNN)
+    GTEST_SKIP() << "this build has no cudnn-frontend";
+  EXPECT_EQ(layout({300, 84}, 8, 64), layout({84, 300}, 8, 64));
+  EXPECT_EQ(layout({300, 84}, 8, 64), layout({310, 74}, 8, 64));
+  EXPECT_NE(layout({300, 84}, 8, 64), layout({200, 184}, 8, 64)) << "another bucket of length";
+  EXPECT_NE(layout({300, 84}, 8, 64), layout({300, 42, 42}, 8, 64)) << "another count";
+  EXPECT_NE(layout({256, 128}, 8, 64), layout({128, 128, 128}, 8, 64)) << "equal tiles are dense";
 }
 
 }  // namespace

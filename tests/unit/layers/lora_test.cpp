@@ -115,6 +115,28 @@ TYPED_TEST(LoraOnDevice, TheMaskDependsOnTheElementOnly) {
   }
 }
 
+// A graph's replays take the stream from where it lies.
+TYPED_TEST(LoraOnDevice, TheMasksStreamMayLieOnTheDevice) {
+  using T = TypeParam;
+  Bench bench;
+  const std::vector<T> ones(12 * 40, narrow<T>(1.0f));
+  const auto masked = [&](const Dropout& dropout) {
+    const Tensor x = bench.upload(ones, {12, 40});
+    apply_dropout(x, x, dropout, bench.stream);
+    return testing::widened(bench.download<T>(x));
+  };
+  const Dropout fixed{0.5f, Philox{9, 1'000'007}, 3};
+  Dropout moved = fixed;
+  for (const int64_t base : {1'000'000, 7}) {
+    const Tensor at = bench.upload(std::vector<int64_t>{base}, {1});
+    moved.random.stream = 1'000'007 - base;
+    moved.base = Argument<uint64_t>::at(static_cast<const uint64_t*>(at.view().data));
+    EXPECT_EQ(masked(moved), masked(fixed));
+    moved.random.stream += 1;
+    EXPECT_NE(masked(moved), masked(fixed));
+  }
+}
+
 TYPED_TEST(LoraOnDevice, DropsTheRateAndKeepsTheMean) {
   using T = TypeParam;
   Bench bench;

@@ -413,7 +413,7 @@ TEST(AttentionLayout, IsWhatCallsOfCudnnDependOn) {
     return attention_layout(bounds, heads, heads / 2, head_dim);
   };
   EXPECT_TRUE(layout({300, 84}, 8, 32).empty()) << "our own kernels' grids depend on tokens only";
-  if (!ROWSHARD_CUDNN)
+  if (layout({300, 84}, 8, 64).empty())
     GTEST_SKIP() << "this build has no cudnn-frontend";
   EXPECT_EQ(layout({300, 84}, 8, 64), layout({84, 300}, 8, 64));
   EXPECT_EQ(layout({300, 84}, 8, 64), layout({310, 74}, 8, 64));

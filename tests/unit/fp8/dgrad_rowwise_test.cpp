@@ -12,19 +12,7 @@ namespace {
 
 using testing::Bench;
 using testing::Fp8Tensor;
-
-Fp8Tensor quantized(Bench& bench, Grouping grouping, int64_t outer, int64_t inner, uint64_t seed,
-                    bool power_of_two) {
-  Fp8Tensor tensor(bench, grouping, outer, inner);
-  const Fp8View view = tensor.view();
-  QuantizeOptions options;
-  options.power_of_two = power_of_two;
-  const Tensor values =
-      bench.upload(testing::many_scales(outer, inner, seed, 1e-2), {outer, inner});
-  quantize(&view, nullptr, values, options, bench.stream);
-  bench.stream.synchronize();
-  return tensor;
-}
+using testing::quantized;
 
 // The product on a columnwise copy, to the bit, on either device.
 TEST(DgradRowwise, EqualsTheColumnwiseProduct) {

@@ -116,6 +116,19 @@ struct Fp8Tensor {
   Fp8View view() const { return {codes, scales, grouping}; }
 };
 
+/// A matrix quantised on the device under test, every tile of a magnitude of its own.
+inline Fp8Tensor quantized(Bench& bench, Grouping grouping, int64_t outer, int64_t inner,
+                           uint64_t seed, bool power_of_two) {
+  Fp8Tensor tensor(bench, grouping, outer, inner);
+  const Fp8View view = tensor.view();
+  QuantizeOptions options;
+  options.power_of_two = power_of_two;
+  const Tensor values = bench.upload(many_scales(outer, inner, seed, 1e-2), {outer, inner});
+  quantize(&view, nullptr, values, options, bench.stream);
+  bench.stream.synchronize();
+  return tensor;
+}
+
 /// Both parts as they lie in memory, padding included.
 struct Fp8Bytes {
   std::vector<uint8_t> codes, scales;

@@ -15,6 +15,7 @@ using cuda::kGemm1d2dTileCount;
 using cuda::kGemm1d2dTiles;
 using testing::Bench;
 using testing::Fp8Tensor;
+using testing::quantized;
 
 /// The process' backend inside a scope.
 struct Backend {
@@ -22,20 +23,6 @@ struct Backend {
   explicit Backend(GemmBackend backend) { set_gemm_backend(backend); }
   ~Backend() { set_gemm_backend(before); }
 };
-
-/// A matrix quantised on the device under test, every tile of a magnitude of its own.
-Fp8Tensor quantized(Bench& bench, Grouping grouping, int64_t outer, int64_t inner, uint64_t seed,
-                    bool power_of_two) {
-  Fp8Tensor tensor(bench, grouping, outer, inner);
-  const Fp8View view = tensor.view();
-  QuantizeOptions options;
-  options.power_of_two = power_of_two;
-  const Tensor values =
-      bench.upload(testing::many_scales(outer, inner, seed, 1e-2), {outer, inner});
-  quantize(&view, nullptr, values, options, bench.stream);
-  bench.stream.synchronize();
-  return tensor;
-}
 
 TEST(Gemm1d2dTile, FillsTheGpu) {
   const auto tile = [](int64_t m, int64_t n, int64_t k) {

@@ -1,7 +1,7 @@
 // SwiGLU, GeGLU, GELU, embedding, cross entropy, and the exp they stand on.
 #include <limits>
 
-#include "fp8/quantize.h"
+#include "fused_codes.h"
 #include "layer_test.h"
 #include "layers/activation.h"
 #include "layers/cross_entropy.h"
@@ -141,35 +141,14 @@ TYPED_TEST(ActivationOnDevice, FusedCodesAreTheQuantisersBytes) {
     for (const auto& [rows, width] :
          {std::pair<int64_t, int64_t>{5, 64}, {37, 576}, {3, 1001}, {9, 2048}}) {
       SCOPED_TRACE(message(to_string(activation), " ", rows, " ", width));
-      Doubles values = testing::random_values(rows * width, 1);
-      for (int64_t i = 0; i < rows * width; ++i)
-        values[i] *= std::exp2((i / 128) % 7 * 3 - 9);  // every group its own magnitude
-      values[0] = NAN;
-      const Tensor gate = bench.upload(testing::narrowed<T>(values), {rows, width});
+      const Tensor gate = bench.upload(
+          testing::narrowed<T>(testing::groups_of_magnitudes(rows, width)), {rows, width});
       const Tensor up = bench.upload(testing::narrowed<T>(testing::random_values(rows * width, 2)),
                                      {rows, width});
-      const View second = if_gated(activation, up);
-      const auto make = [&](DType dtype, Shape shape) {
-        return bench.arena.tensor(Category::kActivations, "test", dtype, shape);
-      };
-      const Shape scales = gemm_scale_shape(Grouping::k1x128, rows, width);
-      const Tensor y = make(DTypeOf<T>::value, gate.shape()), y2 = make(y.dtype(), y.shape());
-      const Tensor codes[3] = {make(DType::kE4M3, y.shape()), make(DType::kE4M3, y.shape()),
-                               make(DType::kE4M3, y.shape())};
-      const Tensor scale[3] = {make(DType::kF32, scales), make(DType::kF32, scales),
-                               make(DType::kF32, scales)};
-      Fp8View views[3];
-      for (int i = 0; i < 3; ++i)
-        views[i] = {codes[i], scale[i], Grouping::k1x128};
-      activation_forward(y, nullptr, gate, second, activation, bench.stream);
-      quantize(&views[0], nullptr, y, {}, bench.stream);
-      activation_forward(y2, &views[1], gate, second, activation, bench.stream);
-      activation_forward(View(), &views[2], gate, second, activation, bench.stream);
-      EXPECT_EQ(bench.download<uint8_t>(y2), bench.download<uint8_t>(y));
-      for (int i = 1; i < 3; ++i) {
-        EXPECT_EQ(bench.download<uint8_t>(codes[i]), bench.download<uint8_t>(codes[0]));
-        EXPECT_EQ(bench.download<float>(scale[i]), bench.download<float>(scale[0]));
-      }
+      testing::expect_fused_codes(
+          bench, DTypeOf<T>::value, rows, width, [&](const View& y, const Fp8View* codes) {
+            activation_forward(y, codes, gate, if_gated(activation, up), activation, bench.stream);
+          });
     }
   }
 }

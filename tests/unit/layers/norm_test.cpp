@@ -1,6 +1,6 @@
 #include "layers/norm.h"
 
-#include "fp8/quantize.h"
+#include "fused_codes.h"
 #include "layer_test.h"
 #include "test_device.h"
 
@@ -206,36 +206,16 @@ TYPED_TEST(NormOnDevice, FusedCodesAreTheQuantisersBytes) {
     for (const auto& [rows, width] :
          {std::pair<int64_t, int64_t>{5, 64}, {37, 576}, {3, 1001}, {8, 4096}}) {
       SCOPED_TRACE(message(to_string(kind), " ", rows, " ", width));
-      Doubles values = testing::random_values(rows * width, 1);
-      for (int64_t i = 0; i < rows * width; ++i)
-        values[i] *= std::exp2((i / 128) % 7 * 3 - 9);  // every group its own magnitude
-      values[0] = NAN;
-      const Tensor x = bench.upload(testing::narrowed<T>(values), {rows, width});
+      const Tensor x = bench.upload(
+          testing::narrowed<T>(testing::groups_of_magnitudes(rows, width)), {rows, width});
       const Tensor weight =
           bench.upload(testing::narrowed<T>(testing::random_values(width, 2)), {width});
-      const Norm norm = norm_of(kind, weight);
-      const auto make = [&](DType dtype, Shape shape) {
-        return bench.arena.tensor(Category::kActivations, "test", dtype, shape);
-      };
-      const Shape scales = gemm_scale_shape(Grouping::k1x128, rows, width);
-      const Tensor y = make(DTypeOf<T>::value, {rows, width}), y2 = make(y.dtype(), y.shape());
-      const Tensor statistics = make(DType::kF32, norm_statistics_shape(kind, rows));
-      const Tensor codes[3] = {make(DType::kE4M3, y.shape()), make(DType::kE4M3, y.shape()),
-                               make(DType::kE4M3, y.shape())};
-      const Tensor scale[3] = {make(DType::kF32, scales), make(DType::kF32, scales),
-                               make(DType::kF32, scales)};
-      Fp8View views[3];
-      for (int i = 0; i < 3; ++i)
-        views[i] = {codes[i], scale[i], Grouping::k1x128};
-      norm_forward(y, nullptr, statistics, x, norm, bench.stream);
-      quantize(&views[0], nullptr, y, {}, bench.stream);
-      norm_forward(y2, &views[1], statistics, x, norm, bench.stream);
-      norm_forward(View(), &views[2], statistics, x, norm, bench.stream);
-      EXPECT_EQ(bench.download<uint8_t>(y2), bench.download<uint8_t>(y));
-      for (int i = 1; i < 3; ++i) {
-        EXPECT_EQ(bench.download<uint8_t>(codes[i]), bench.download<uint8_t>(codes[0]));
-        EXPECT_EQ(bench.download<float>(scale[i]), bench.download<float>(scale[0]));
-      }
+      const Tensor statistics = bench.arena.tensor(Category::kActivations, "test", DType::kF32,
+                                                   norm_statistics_shape(kind, rows));
+      testing::expect_fused_codes(
+          bench, DTypeOf<T>::value, rows, width, [&](const View& y, const Fp8View* codes) {
+            norm_forward(y, codes, statistics, x, norm_of(kind, weight), bench.stream);
+          });
     }
   }
 }

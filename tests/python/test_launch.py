@@ -48,6 +48,24 @@ class BadInput(unittest.TestCase):
         self.refused("no such file", "finetune", *good, "--eval-data", self.folder / "absent")
         self.refused("no positive number", "finetune", *good, "--tp=0")
         self.refused("starts the ranks itself", "finetune", *good, RANK="0")
+        self.refused("starts the ranks itself", "finetune", *good, "--", "--lora-r", "4", RANK="0")
+
+    def test_finetune_hands_options_on(self) -> None:
+        program = support.ROOT / "build/release/rowshard"
+        if not program.exists():
+            self.skipTest(f"{program} is not built")
+        model = support.ROOT / "tests/parity/golden/llama_fp8"
+        for separator in ([], ["--"]):
+            done = subprocess.run(
+                [support.ROOT / "launch/finetune", "--model", model, "--data"]
+                + [model / "tokens.safetensors", "--output-dir", self.output, "--device", "host"]
+                + ["--ranks", "1", *separator, "--lora-r", "4", "--seq-len", "64", "--dry-run"],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            self.assertEqual(done.returncode, 0, done.stderr)
+            self.assertIn("dry run: everything loads", done.stdout + done.stderr)
 
 
 if __name__ == "__main__":

@@ -62,61 +62,52 @@ double exponential_sum(const T* z, Accumulator<T> maximum, int64_t width) {
   return total;
 }
 
-}  // namespace
-
-void cross_entropy(const View& losses, const View& logits, const ConstView& labels,
-                   Argument<double> scale_at, Stream&) {
-  check_labels(labels, logits.dim(1), true);
-  const double scale = scale_at.get();
-  for_host_type(logits.dtype, "cross_entropy", [&](auto type) {
+// With kGradient every row is replaced by its gradient; else nothing is written through `logits`.
+template <bool kGradient>
+void row_losses(const View& losses, void* logits, const ConstView& like, const ConstView& labels,
+                double scale) {
+  check_labels(labels, like.dim(1), true);
+  for_host_type(like.dtype, "cross_entropy", [&](auto type) {
     using T = decltype(type);
     using A = Accumulator<T>;
-    const int64_t rows = logits.dim(0), width = logits.dim(1);
+    const int64_t rows = like.dim(0), width = like.dim(1);
     const int32_t* label = labels.as<int32_t>();
     A* loss = losses.as<A>();
 #pragma omp parallel for if (rows * width > kParallelElements)
     for (int64_t row = 0; row < rows; ++row) {
-      T* z = logits.as<T>() + row * width;
+      T* z = static_cast<T*>(logits) + row * width;
       if (label[row] == kNoLoss) {
         loss[row] = 0;
-        std::fill_n(z, width, T{});
+        if constexpr (kGradient)
+          std::fill_n(z, width, T{});
         continue;
       }
       const A maximum = row_maximum(z, width);
       const double total = exponential_sum(z, maximum, width);
       const A target = widen(z[label[row]]);
       loss[row] = static_cast<A>(std::log(total) + (maximum - target));
-      const A factor = static_cast<A>(scale / total);
+      if constexpr (kGradient) {
+        const A factor = static_cast<A>(scale / total);
 #pragma omp simd
-      for (int64_t v = 0; v < width; ++v) {
-        z[v] = narrow<T>(fast_exp(widen(z[v]) - maximum) * factor);
+        for (int64_t v = 0; v < width; ++v) {
+          z[v] = narrow<T>(fast_exp(widen(z[v]) - maximum) * factor);
+        }
+        z[label[row]] =
+            narrow<T>(static_cast<A>((std::exp(double{target} - maximum) / total - 1) * scale));
       }
-      z[label[row]] =
-          narrow<T>(static_cast<A>((std::exp(double{target} - maximum) / total - 1) * scale));
     }
   });
 }
 
+}  // namespace
+
+void cross_entropy(const View& losses, const View& logits, const ConstView& labels,
+                   Argument<double> scale, Stream&) {
+  row_losses<true>(losses, logits.data, logits, labels, scale.get());
+}
+
 void token_losses(const View& losses, const ConstView& logits, const ConstView& labels, Stream&) {
-  check_labels(labels, logits.dim(1), true);
-  for_host_type(logits.dtype, "token_losses", [&](auto type) {
-    using T = decltype(type);
-    using A = Accumulator<T>;
-    const int64_t rows = logits.dim(0), width = logits.dim(1);
-    const int32_t* label = labels.as<int32_t>();
-    A* loss = losses.as<A>();
-#pragma omp parallel for if (rows * width > kParallelElements)
-    for (int64_t row = 0; row < rows; ++row) {
-      const T* z = logits.as<T>() + row * width;
-      if (label[row] == kNoLoss) {
-        loss[row] = 0;
-        continue;
-      }
-      const A maximum = row_maximum(z, width);
-      loss[row] = static_cast<A>(std::log(exponential_sum(z, maximum, width)) +
-                                 (maximum - widen(z[label[row]])));
-    }
-  });
+  row_losses<false>(losses, const_cast<void*>(logits.data), logits, labels, 0);
 }
 
 void softmax_statistics(const View& statistics, const ConstView& logits, const ConstView& labels,

@@ -57,9 +57,9 @@ void add_execution(OptionSet& set, ExecutionOptions& options) {
                  options.device, parse_device_choice);
   set.add_choice(
       "transport", "peer|nccl|staged",
-      "how GPU buffers travel: gathers of the base by copy engines out of the peers' "
-      "memory and the rest over NCCL, all over NCCL, or through host memory (slow; ranks "
-      "may share a GPU)",
+      "how GPU buffers travel: gathers of the base and exchanges of tensor parallelism by "
+      "copy engines between the peers' memories and the rest over NCCL, all over NCCL, or "
+      "through host memory (slow; ranks may share a GPU)",
       options.transport, parse_transport);
 }
 

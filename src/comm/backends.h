@@ -1,6 +1,7 @@
 // How a World makes its communicators; not for other rooms.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <string>
 #include <vector>
@@ -52,6 +53,8 @@ class PeerMemory {
   PeerMemory& operator=(const PeerMemory&) = delete;
 
   const std::string& failure() const { return failure_; }
+  /// A rank's part, as this process may read and write it.
+  std::byte* part(int rank) const { return const_cast<std::byte*>(parts_[rank]); }
   /// Copies every rank's part to its place in `out`, on the copy engines.
   void gather(const View& out, Stream& stream) const;
 
@@ -60,6 +63,53 @@ class PeerMemory {
   int rank_;
   std::vector<const std::byte*> parts_;  // by rank; this rank's own in place
   std::vector<void*> opened_;
+  std::string failure_;
+};
+
+/// Copies between device memories on a stream, by the copy engines.
+void copy_by_engine(std::span<void* const> to, std::span<const void* const> from,
+                    std::span<const size_t> bytes, Stream& stream);
+
+/// Paired exchanges by the copy engines: no kernel, and the host waits for nobody. Every rank has
+/// a box for each peer, of a few slots. A sender pushes what travels into its box at the receiver,
+/// a slot at a time, and then raises a count there; the receiver's stream waits for the count,
+/// copies to where it is wanted, and raises one at the sender, whose stream waits for it before it
+/// fills that slot again. Only for cuda builds.
+class PeerMailbox {
+ public:
+  static constexpr int64_t kSlotBytes = int64_t{8} << 20;
+  static constexpr int kSlots = 2;  // one is filled while the other is emptied
+
+  /// Collective over `host`, and so is the end. `failure` is empty, or says why it cannot be, the
+  /// same on all ranks.
+  PeerMailbox(Device device, Communicator& host);
+  ~PeerMailbox();
+  PeerMailbox(const PeerMailbox&) = delete;
+  PeerMailbox& operator=(const PeerMailbox&) = delete;
+
+  const std::string& failure() const { return failure_; }
+  /// As Communicator::exchange, to another rank. Not while the stream is captured.
+  void exchange(std::span<const ConstView> send, int to, std::span<const View> receive, int from,
+                Stream& stream);
+  /// Lets streams that wait for peers go on, with undefined data. From any thread.
+  void abort();
+  /// The end will not wait for peers, and leaves the memory where it is: the job has failed.
+  void abandon() { abandoned_ = true; }
+
+ private:
+  using Count = uint32_t;
+  Count* arrived(int owner, int sender) const;
+  Count* consumed(int owner, int receiver) const;
+  std::byte* slot(int owner, int sender, Count number) const;
+
+  Device device_;
+  Communicator& host_;
+  int rank_, unwinding_;
+  bool abandoned_ = false;
+  std::byte* own_ = nullptr;  // counts, then boxes
+  std::unique_ptr<PeerMemory> memory_;
+  std::unique_ptr<Stream> send_stream_, abort_stream_;
+  std::vector<std::atomic<Count>> sent_, received_;  // slots, by peer
   std::string failure_;
 };
 

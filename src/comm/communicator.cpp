@@ -163,11 +163,9 @@ void Communicator::exchange(std::span<const ConstView> send, int to, std::span<c
                  "; both are ranks of the group, and both this rank or neither");
   ROWSHARD_CHECK(send.size() == receive.size(), ShapeError, describe("exchange"), ": ", send.size(),
                  " buffers to send, ", receive.size(), " to receive");
-  int64_t sent = 0, received = 0;
-  for (const ConstView& view : send) {
+  int64_t received = 0;
+  for (const ConstView& view : send)
     check_operand("exchange", view, stream);
-    sent += view.bytes();
-  }
   for (const View& view : receive) {
     check_operand("exchange", view, stream);
     received += view.bytes();
@@ -179,8 +177,6 @@ void Communicator::exchange(std::span<const ConstView> send, int to, std::span<c
     }
     return;
   }
-  if (sent == 0 && received == 0)
-    return;
   wire_bytes_ += received;
   start_exchange(send, to, receive, from, stream);
 }

@@ -115,6 +115,7 @@ class Communicator {
                                     Stream& stream) = 0;
   virtual void start_all_reduce(const View& inout, Reduction reduction, Stream& stream) = 0;
   virtual void start_broadcast(const View& inout, int root, Stream& stream) = 0;
+  /// Called on every rank of the group, also on those that neither send nor receive a byte.
   virtual void start_exchange(std::span<const ConstView> send, int to,
                               std::span<const View> receive, int from, Stream& stream) = 0;
   virtual void start_barrier() = 0;

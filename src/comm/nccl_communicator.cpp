@@ -174,6 +174,12 @@ class NcclCommunicator : public Communicator {
       watchdog_.drain();
     watchdog_.remove(probe_);
     watchdog_.remove(abort_);
+    if (mailbox_) {
+      watchdog_.remove(abort_mailbox_);
+      if (aborted_ || watchdog_.failed())
+        mailbox_->abandon();
+      mailbox_.reset();
+    }
     if (aborted_)
       return;
     if (std::uncaught_exceptions() > 0) {
@@ -258,6 +264,13 @@ class NcclCommunicator : public Communicator {
   }
   void start_exchange(std::span<const ConstView> send, int to, std::span<const View> receive,
                       int from, Stream& stream) override {
+    if (peer_exchange(stream)) {
+      issue("exchange", stream, [&](cudaStream_t) {
+        mailbox_->exchange(send, to, receive, from, stream);
+        return ncclSuccess;
+      });
+      return;
+    }
     issue("exchange", stream, [&](cudaStream_t s) {
       ncclResult_t result = ncclGroupStart();
       for (const ConstView& view : send) {
@@ -276,6 +289,25 @@ class NcclCommunicator : public Communicator {
   void start_barrier() override {
     watchdog_.check();
     host_->barrier();
+  }
+  /// Whether exchanges go by the copy engines. The first one asks, on all ranks.
+  bool peer_exchange(const Stream& stream) {
+    if (!peer_ || stream.capturing())
+      return false;
+    if (!mailbox_) {
+      auto mailbox = std::make_unique<PeerMailbox>(device(), *host_);
+      peer_ = mailbox->failure().empty();
+      if (!peer_) {
+        log_once(message("peer ", name()),
+                 message("communicator \"", name(), "\" (", rank_list(members()),
+                         ") exchanges over NCCL, which takes multiprocessors from the GEMMs: ",
+                         mailbox->failure()));
+        return false;
+      }
+      mailbox_ = std::move(mailbox);
+      abort_mailbox_ = watchdog_.add_abort([this] { mailbox_->abort(); });
+    }
+    return true;
   }
   std::unique_ptr<FixedPart> start_fix(const ConstView& part) override {
     if (peer_ && part.bytes() > 0) {
@@ -307,6 +339,8 @@ class NcclCommunicator : public Communicator {
   std::atomic<bool> aborted_{false};
   int probe_ = 0;
   int abort_ = 0;
+  int abort_mailbox_ = 0;
+  std::unique_ptr<PeerMailbox> mailbox_;
 };
 
 }  // namespace

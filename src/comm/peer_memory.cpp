@@ -133,18 +133,23 @@ void PeerMemory::gather(const View& out, Stream& stream) const {
     }
     return;
   }
-  const std::vector<size_t> sizes(to.size(), static_cast<size_t>(bytes));
+  copy_by_engine(to, from, std::vector<size_t>(to.size(), static_cast<size_t>(bytes)), stream);
+}
+
+void copy_by_engine(std::span<void* const> to, std::span<const void* const> from,
+                    std::span<const size_t> bytes, Stream& stream) {
   cudaMemcpyAttributes attributes{};
   attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
-  attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;  // copy engines, also for its own part
+  attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;  // also inside one memory
   size_t first = 0;
+  auto* const targets = const_cast<void**>(to.data());
 #if CUDART_VERSION >= 13000
-  CUDA_CHECK(cudaMemcpyBatchAsync(to.data(), from.data(), sizes.data(), to.size(), &attributes,
-                                  &first, 1, native(stream)));
+  CUDA_CHECK(cudaMemcpyBatchAsync(targets, const_cast<const void**>(from.data()), bytes.data(),
+                                  to.size(), &attributes, &first, 1, native(stream)));
 #else
   size_t failed = 0;
-  CUDA_CHECK(cudaMemcpyBatchAsync(to.data(), const_cast<void**>(from.data()),
-                                  const_cast<size_t*>(sizes.data()), to.size(), &attributes, &first,
+  CUDA_CHECK(cudaMemcpyBatchAsync(targets, const_cast<void**>(from.data()),
+                                  const_cast<size_t*>(bytes.data()), to.size(), &attributes, &first,
                                   1, &failed, native(stream)));
 #endif
 }

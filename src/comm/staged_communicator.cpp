@@ -2,7 +2,9 @@
 
 #if ROWSHARD_CUDA
 
+#include "comm/watchdog.h"
 #include "core/cuda_check.h"
+#include "core/log.h"
 
 namespace rowshard {
 namespace {
@@ -80,8 +82,46 @@ class StagedCommunicator : public Communicator {
     host_->broadcast(staged, root, host_stream_);
     give(inout, staged, stream);
   }
+  /// By the copy engines where the ranks can open each other's memory, which ranks of one GPU can:
+  /// the way of several GPUs, and the only one that one GPU can show.
   void start_exchange(std::span<const ConstView> send, int to, std::span<const View> receive,
                       int from, Stream& stream) override {
+    if (mailbox_failed_) {
+      staged_exchange(send, to, receive, from, stream);
+      return;
+    }
+    ROWSHARD_CHECK(!stream.capturing(), LogicError, describe("exchange"),
+                   ": cannot be captured in a CUDA graph; use the nccl transport");
+    if (!mailbox_) {
+      mailbox_ = std::make_unique<PeerMailbox>(device(), *host_);
+      if (!mailbox_->failure().empty()) {
+        log_once(message("peer ", name()),
+                 message("communicator \"", name(), "\" exchanges through ",
+                         "the host: ", mailbox_->failure()));
+        mailbox_.reset();
+        mailbox_failed_ = true;
+        return start_exchange(send, to, receive, from, stream);
+      }
+    }
+    mailbox_->exchange(send, to, receive, from, stream);
+    // Nobody watches this stream: a peer that is gone must not leave it waiting.
+    Event done(device());
+    done.record(stream);
+    const Deadline deadline(comm_timeout_seconds());
+    Backoff backoff;
+    while (cudaEventQuery(static_cast<cudaEvent_t>(done.native())) == cudaErrorNotReady) {
+      if (deadline.passed()) {
+        mailbox_->abort();
+        mailbox_->abandon();
+        throw CommTimeout(message(describe("exchange"), ": rank ", members()[from], " or ",
+                                  members()[to], " did not take part within ", deadline.seconds(),
+                                  " s"));
+      }
+      backoff.pause();
+    }
+  }
+  void staged_exchange(std::span<const ConstView> send, int to, std::span<const View> receive,
+                       int from, Stream& stream) {
     for (size_t i = 0; i < send.size(); ++i) {  // one pinned buffer a direction
       const ConstView out = take(in_, send[i], stream);
       const View in = out_.view(receive[i]);
@@ -95,6 +135,8 @@ class StagedCommunicator : public Communicator {
   Stream host_stream_{kHost};  // "compute": collectives on it are finished when they return
   PinnedBuffer in_;
   PinnedBuffer out_;
+  std::unique_ptr<PeerMailbox> mailbox_;  // made at the first exchange
+  bool mailbox_failed_ = false;
 };
 
 }  // namespace

@@ -126,7 +126,8 @@ class Dgrads {
 
 void column_parallel_forward(std::span<const View> ys, const ConstView& x,
                              std::span<const Linear> layers, ParallelSaved* saved,
-                             TensorParallel& tp, Context& ctx, std::span<const int64_t> rows) {
+                             TensorParallel& tp, Context& ctx, std::span<const int64_t> rows,
+                             QuantizedActivation x8) {
   const int64_t tokens = ys[0].dim(0);
   const size_t experts = layers.size() / ys.size();
   for (size_t i = 0; i < layers.size(); ++i) {
@@ -134,7 +135,7 @@ void column_parallel_forward(std::span<const View> ys, const ConstView& x,
                 tp.residual_rows(tokens));
   }
   const RowGroups groups(rows, tokens, static_cast<int>(experts), tp);
-  GatheredRows input(x, groups, one_kind(layers), tp, ctx);
+  GatheredRows input(x, std::move(x8), groups, one_kind(layers), tp, ctx);
 
   // While x travels, its adapters' small products; they travel behind it.
   std::vector<Tensor> xa(ys.size());
@@ -340,7 +341,7 @@ void row_parallel_backward(const View& dx, const ConstView& dy, const ConstView&
   const RowGroups groups(rows, tokens, static_cast<int>(experts.size()), tp);
   std::optional<GatheredRows> input;
   if (wanted)
-    input.emplace(dy, groups, one_kind(experts), tp, ctx);
+    input.emplace(dy, QuantizedActivation(), groups, one_kind(experts), tp, ctx);
 
   Tensor dxa;
   std::optional<TokenGather> small_gather;

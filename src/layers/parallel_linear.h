@@ -50,9 +50,13 @@ struct ParallelSaved {
 /// rank's tokens lie expert by expert, so that all T lie rank by rank and within that expert by
 /// expert. That is the order of a GroupedLinear with p · E experts, of which every E-th is the
 /// same, and whose results these are. Counts may be zero.
+///
+/// x8 is x quantised 1x128 by the kernel that made it, for layers in FP8 without experts; x has no
+/// data then unless an adapter reads it.
 void column_parallel_forward(std::span<const View> ys, const ConstView& x,
                              std::span<const Linear> layers, ParallelSaved* saved,
-                             TensorParallel& tp, Context& ctx, std::span<const int64_t> rows = {});
+                             TensorParallel& tp, Context& ctx, std::span<const int64_t> rows = {},
+                             QuantizedActivation x8 = {});
 
 /// dx [residual rows, K] = Σ dys[i] · Wi + adapters, complete, and the adapters' gradients +=
 /// theirs. A dx without data asks for the adapters' gradients only. x as in forward; read by

@@ -18,13 +18,26 @@ Tensor activations(const char* name, DType dtype, int64_t rows, int64_t cols, Co
   return ctx.arena.tensor(Category::kActivations, name, dtype, {rows, cols});
 }
 
-Tensor normalise(const ConstView& x, const Norm& norm, Tensor& statistics, Context& ctx) {
-  Tensor normed = activations("tp.normed", x.dtype, x.dim(0), x.dim(1), ctx);
-  statistics = ctx.arena.tensor(Category::kActivations, "tp.statistics", accumulator_dtype(x.dtype),
-                                norm_statistics_shape(norm.kind, x.dim(0)));
-  norm_forward(normed, nullptr, statistics, x, norm, ctx.stream);
-  return normed;
-}
+/// norm(x) as it is, as codes, or both.
+struct Normed {
+  Tensor plain;
+  QuantizedActivation codes;
+  Tensor statistics;
+
+  Normed(const ConstView& x, const Norm& norm, bool as_is, bool quantized, Context& ctx) {
+    if (as_is)
+      plain = activations("tp.normed", x.dtype, x.dim(0), x.dim(1), ctx);
+    if (quantized) {  // where they are sent from
+      codes =
+          allocate_rowwise(x.shape, Grouping::k1x128, Category::kCommunication, "tp.rows8", ctx);
+    }
+    statistics =
+        ctx.arena.tensor(Category::kActivations, "tp.statistics", accumulator_dtype(x.dtype),
+                         norm_statistics_shape(norm.kind, x.dim(0)));
+    const Fp8View to = quantized ? codes.rowwise() : Fp8View();
+    norm_forward(plain, quantized ? &to : nullptr, statistics, x, norm, ctx.stream);
+  }
+};
 
 void check_frozen(const NormGradients& gradients, const char* operation) {
   ROWSHARD_CHECK(!gradients.wanted(), LogicError, operation,
@@ -41,8 +54,13 @@ void parallel_norm_linear_forward(std::span<const View> ys, const ConstView& x,
                                   const LayerNormLinear& layer, ParallelNormSaved& saved,
                                   TensorParallel& tp, Context& ctx) {
   check_frozen(layer.norm_gradients, "parallel_norm_linear_forward");
-  const Tensor normed = normalise(x, layer.norm, saved.statistics, ctx);
-  column_parallel_forward(ys, normed, layer.linears, &saved.linears, tp, ctx);
+  const bool fp8 = layer.linears[0].weight->quantized() != nullptr;
+  Normed normed(x, layer.norm, !fp8 || any_adapter(layer.linears), fp8, ctx);
+  saved.statistics = std::move(normed.statistics);
+  const ConstView plain =
+      normed.plain ? ConstView(normed.plain) : ConstView(nullptr, x.dtype, x.shape, x.device);
+  column_parallel_forward(ys, plain, layer.linears, &saved.linears, tp, ctx, {},
+                          std::move(normed.codes));
 }
 
 void parallel_norm_linear_backward(const View& dx, std::span<const ConstView> dys,
@@ -51,10 +69,8 @@ void parallel_norm_linear_backward(const View& dx, std::span<const ConstView> dy
                                    Context& ctx) {
   const bool wanted = dx.data != nullptr;
   Tensor normed, d_normed;
-  if (any_adapter(layer.linears)) {
-    Tensor again;
-    normed = normalise(x, layer.norm, again, ctx);
-  }
+  if (any_adapter(layer.linears))
+    normed = std::move(Normed(x, layer.norm, true, false, ctx).plain);
   if (wanted)
     d_normed = activations("tp.d_normed", x.dtype, x.dim(0), x.dim(1), ctx);
   column_parallel_backward(wanted ? d_normed.view() : View(), dys, normed, layer.linears,

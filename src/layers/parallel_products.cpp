@@ -69,19 +69,27 @@ OwnRows::OwnRows(const ConstView& x, bool fp8, Context& ctx) {
   rows.fp8 = panel.rowwise();
 }
 
-GatheredRows::GatheredRows(const ConstView& own, const RowGroups& groups, bool fp8,
-                           TensorParallel& tp, Context& ctx)
+GatheredRows::GatheredRows(const ConstView& own, QuantizedActivation own8, const RowGroups& groups,
+                           bool fp8, TensorParallel& tp, Context& ctx)
     : tp_(tp), groups_(groups), own_(own), fp8_(fp8) {
   const int64_t cols = own.dim(1);
+  const bool quantized = fp8 && own8.codes;
+  ROWSHARD_CHECK(own8.codes ? fp8 && groups.experts() == 1 : own.data || own.elements() == 0,
+                 LogicError, "tokens for a ", fp8 ? "FP8" : "plain", " layer of ", groups.experts(),
+                 " experts were given as ", own8.codes ? "codes" : "nothing");
   if (fp8) {
     // An expert's rows are a panel of their own: its scales begin where a product can read them.
     for (int rank = 0; rank < steps(); ++rank) {
       panels_.emplace_back();
-      for (const RowGroup& group : tp.sequence ? groups.of(rank) : groups.all())
-        panels_.back().push_back(empty_panel(group.rows, cols, Category::kCommunication, ctx));
+      const bool mine = !tp.sequence || rank == tp.rank();
+      for (const RowGroup& group : tp.sequence ? groups.of(rank) : groups.all()) {
+        panels_.back().push_back(
+            mine && quantized ? std::move(own8)
+                              : empty_panel(group.rows, cols, Category::kCommunication, ctx));
+      }
     }
     const auto& mine = panels_[tp.sequence ? tp.rank() : 0];
-    for (size_t i = 0; i < mine.size(); ++i) {
+    for (size_t i = 0; i < mine.size() && !quantized; ++i) {
       const RowGroup& group = groups.residual()[i];
       quantize_into(mine[i], own.slice_rows(groups.residual_row(group), group.rows), ctx);
     }

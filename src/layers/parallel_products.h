@@ -63,8 +63,9 @@ struct OwnRows {
 /// parallelism the ranks' tokens as they arrive, without it everything in one step.
 class GatheredRows {
  public:
-  GatheredRows(const ConstView& own, const RowGroups& groups, bool fp8, TensorParallel& tp,
-               Context& ctx);
+  /// own8: `own` as FP8 if that is there already; then `own` may have no data.
+  GatheredRows(const ConstView& own, QuantizedActivation own8, const RowGroups& groups, bool fp8,
+               TensorParallel& tp, Context& ctx);
 
   int steps() const { return tp_.sequence ? tp_.size() : 1; }
   /// The rows of a tensor of all tokens that a step is about.

@@ -383,6 +383,62 @@ TEST_F(CommunicatorTest, ExchangePairsEveryRankWithEveryOther) {
   EXPECT_EQ(comm->wire_bytes(), bytes);
 }
 
+// Larger than what a transport holds at once, of sizes that differ by pair, several in a row with
+// the same buffers: nothing may be overwritten before it has been read.
+TEST_F(CommunicatorTest, LargeExchangesInARow) {
+  auto comm = world().communicator("large");
+  Stream stream(device(), "large");
+  const auto count = [](int from, int to) { return (int64_t{5} << 20) + 1001 * from + 77 * to; };
+  std::vector<std::vector<Tensor>> got(2);
+  std::vector<Tensor> sent;
+  Event ready(device()), arrived(device());
+  for (int round = 0; round < 2; ++round) {
+    for (int step = 1; step < size(); ++step) {
+      const int to = (rank() + step) % size(), from = (rank() - step + size()) % size();
+      std::vector<int32_t> values(count(rank(), to));
+      for (size_t i = 0; i < values.size(); ++i)
+        values[i] = static_cast<int32_t>(i) * (7 * round + 3 * rank() + to + 1);
+      sent.push_back(bench.upload(values, {count(rank(), to)}));
+      got[round].push_back(
+          bench.arena.tensor(Category::kCommunication, "in", DType::kI32, {count(from, rank())}));
+      const ConstView send[] = {sent.back().view().slice_rows(0, 13),
+                                sent.back().view().slice_rows(13, count(rank(), to) - 13)};
+      const View receive[] = {got[round].back().view().slice_rows(0, 13),
+                              got[round].back().view().slice_rows(13, count(from, rank()) - 13)};
+      ready.record(bench.stream);
+      stream.wait(ready);
+      comm->exchange(send, to, receive, from, stream);
+    }
+  }
+  arrived.record(stream);
+  bench.stream.wait(arrived);
+  for (int round = 0; round < 2; ++round) {
+    for (int step = 1; step < size(); ++step) {
+      const int from = (rank() - step + size()) % size();
+      const auto values = bench.download<int32_t>(got[round][step - 1]);
+      int64_t wrong = 0;
+      for (size_t i = 0; i < values.size(); ++i)
+        wrong += values[i] != static_cast<int32_t>(i) * (7 * round + 3 * from + rank() + 1);
+      EXPECT_EQ(wrong, 0) << "round " << round << " from " << from;
+    }
+  }
+}
+
+// A rank with nothing to send or receive still takes part.
+TEST_F(CommunicatorTest, ExchangesMayBeEmpty) {
+  auto comm = world().communicator("sparse");
+  const int to = (rank() + 1) % size(), from = (rank() - 1 + size()) % size();
+  for (int round = 0; round < 3; ++round) {
+    const int64_t out = rank() == round % size() ? 5 : 0, in = from == round % size() ? 5 : 0;
+    const Tensor sent = bench.upload(std::vector<int32_t>(out, 10 * round + rank()), {out});
+    const Tensor got = bench.arena.tensor(Category::kCommunication, "in", DType::kI32, {in});
+    const ConstView send[] = {sent};
+    const View receive[] = {got};
+    comm->exchange(send, to, receive, from, bench.stream);
+    EXPECT_EQ(bench.download<int32_t>(got), std::vector<int32_t>(in, 10 * round + from));
+  }
+}
+
 TEST_F(CommunicatorTest, ExchangeRefusesWhatDoesNotPair) {
   auto comm = world().communicator("exchange");
   const Tensor x = bench.arena.tensor(Category::kCommunication, "x", DType::kF32, {4});

@@ -13,7 +13,7 @@ using testing::difference;
 using testing::TinyRun;
 
 constexpr int kVocabulary = 131;
-constexpr double kCurveBound = 1e-3;  // relative, of every loss and of the adapters' length
+constexpr double kCurveBound = 1e-3;  // relative, of every loss
 
 /// Two layers of hidden 256 with an FFN of five blocks, which no number of ranks divides.
 nlohmann::json config_of(int heads, int kv_heads, const char* family, int head_dim = 128) {
@@ -90,6 +90,12 @@ class TensorParallelTraining : public testing::DistributedTest {
   /// Whether two runs that sum in another order soon round independently: a last bit moves an FP8
   /// code to the other side of a tie, and bf16 activations (on cuda) everything.
   static bool rounds(Recipe recipe) { return recipe == Recipe::kBlock || device().is_cuda(); }
+  /// Of the adapters' length, after ten steps at the rate of curve_options.
+  static double adapter_bound(Recipe recipe) {
+    if (device().is_cuda())
+      return 3e-3;
+    return rounds(recipe) && size() > 2 ? 2e-3 : 1e-3;
+  }
   /// For curves that are compared with those of another number of ranks. Where roundings part, the
   /// mean loss differs by what they do to one token over the root of the number of tokens
   /// (docs/testing.md): steps of 1,152. Adapters differ by a fraction of how far they have moved,
@@ -189,9 +195,10 @@ TEST_F(TensorParallelTraining, TenStepsAreThoseOfOneRank) {
     // The adapters, by their own length, and by how far training moved them: Adam's first steps
     // depend on little more than signs, and so on the last bits of gradients near zero.
     const std::vector<float> zero(run.full.size(), 0.0f);
-    EXPECT_LE(relative_distance(run.full, reference.full, zero),
-              parts && size() > 2 ? 2 * kCurveBound : kCurveBound);
-    EXPECT_LE(relative_distance(run.full, reference.full, start.full), parts ? 0.1 : 5e-3);
+    EXPECT_LE(relative_distance(run.full, reference.full, zero), adapter_bound(c.recipe));
+    EXPECT_LE(relative_distance(run.full, reference.full, start.full), device().is_cuda() ? 0.2
+                                                                       : parts            ? 0.1
+                                                                                          : 5e-3);
   }
 }
 
@@ -214,7 +221,7 @@ TEST_F(TensorParallelTraining, FewerKvHeadsThanRanks) {
               kCurveBound);
     EXPECT_LE(testing::largest_relative_difference(run.curve.norms, reference.curve.norms),
               rounds(recipe) ? 3e-2 : 1e-3);
-    EXPECT_LE(relative_distance(run.full, reference.full, zero), kCurveBound);
+    EXPECT_LE(relative_distance(run.full, reference.full, zero), adapter_bound(recipe));
   }
 }
 

@@ -16,7 +16,7 @@ namespace {
 
 using Mode = ReshardAfterForward::Mode;
 
-constexpr int kSteps = 3;
+constexpr int kSteps = 3;  // recorded ones: one queued, one recorded, one replayed alone
 constexpr double kLr = 2e-4;
 
 constexpr std::pair<ValidationMode, const char*> kModes[] = {
@@ -93,7 +93,8 @@ std::string describe(const SyntheticOptions& o) {
       o.execution.tp == 1
           ? ""
           : message(" tp ", o.execution.tp, o.execution.sequence_parallel ? " sequence" : "",
-                    o.execution.tp_overlap ? "" : " without overlap"));
+                    o.execution.tp_overlap ? "" : " without overlap"),
+      o.cuda_graph ? " recorded" : "");
 }
 
 class Validation {
@@ -305,6 +306,25 @@ class Validation {
   ValidationReport report_;
 };
 
+/// The base, and it recorded in every way.
+std::vector<SyntheticOptions> recorded(const SyntheticOptions& base) {
+  std::vector<SyntheticOptions> result{base};
+  for (const Mode mode : {Mode::kTrue, Mode::kResident}) {
+    for (const ColumnwisePolicy policy :
+         {ColumnwisePolicy::kRelease, ColumnwisePolicy::kResident, ColumnwisePolicy::kDirect}) {
+      for (const Recompute recompute : {Recompute::kNone, Recompute::kBlock}) {
+        SyntheticOptions variant = base;
+        variant.execution.reshard_after_forward = {mode};
+        variant.execution.columnwise = policy;
+        variant.recompute = recompute;
+        variant.cuda_graph = true;
+        result.push_back(variant);
+      }
+    }
+  }
+  return result;
+}
+
 std::vector<SyntheticOptions> variants(const SyntheticOptions& base,
                                        const std::vector<ReshardAfterForward>& modes) {
   std::vector<SyntheticOptions> result{base};
@@ -383,6 +403,8 @@ ValidationReport validate(World& world, ValidationMode mode) {
   switch (mode) {
     case ValidationMode::kSingle:
       validation.same_bits("release, resident and recompute", variants(base, {{Mode::kTrue}}));
+      if (world.device().is_cuda())
+        validation.same_bits("recorded steps against eager ones", recorded(base));
       validation.bytes_as_planned(base);
       validation.other_phases(base);
       break;

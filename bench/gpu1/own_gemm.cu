@@ -2,7 +2,7 @@
 //
 //   own_gemm check                a grid of shapes, every tile, both result types, both products
 //   own_gemm time [sweep]         gemm_1d2d on the shapes of docs/kernels.md; sweep: every tile
-//   own_gemm dgrad [sweep]        dgrad_rowwise against products on a columnwise copy
+//   own_gemm dgrad [sweep]        the product on the rowwise copy against those on a columnwise one
 //   own_gemm one M N K [COUNT]    COUNT launches of each, for profilers and sanitizers
 //
 // Times are taken while the card is at its power limit: graphs of several launches of one side, all
@@ -25,7 +25,6 @@
 #include <vector>
 
 #include "core/cuda_check.h"
-#include "fp8/dgrad_rowwise.h"
 #include "fp8/gemm_1d2d.h"
 #include "fp8/rebuild.h"
 
@@ -40,7 +39,6 @@ using rowshard::Stream;
 using rowshard::View;
 constexpr Device kGpu{DeviceKind::kCuda, 0};
 
-using rowshard::cuda::DgradRowwise;
 using rowshard::cuda::Gemm1d2d;
 using rowshard::cuda::kGemm1d2dTileCount;
 using rowshard::cuda::kGemm1d2dTiles;
@@ -171,21 +169,6 @@ struct Operands {
                              w_rowwise.data, w_rowwise_scales.data, n, k);
     CUDA_CHECK(cudaGetLastError());
   }
-  /// dx = y, dy = x; the weight's N is k here and its K is n.
-  DgradRowwise dgrad(bool f32, float beta) const {
-    DgradRowwise g;
-    g.dy = x.data;
-    g.dy_scales = x_scales.data;
-    g.w = w_rowwise.data;
-    g.w_scales = w_rowwise_scales.data;
-    g.dx = y.data;
-    g.dx_is_f32 = f32;
-    g.beta = beta;
-    g.m = m;
-    g.n = k;
-    g.k = n;
-    return g;
-  }
   void rebuild(Stream& stream) const {
     const int64_t k_blocks = blocks_of(k), n_blocks = blocks_of(n);
     rowshard::rebuild_columnwise(
@@ -196,6 +179,14 @@ struct Operands {
          ConstView(w_rowwise_scales.data, DType::kF32, {k_blocks, up(n_blocks, 4)}, kGpu),
          rowshard::Grouping::k128x128},
         stream);
+  }
+  /// dx = y, dy = x; the weight's N is k here and its K is n.
+  Gemm1d2d dgrad(bool f32, float beta) const {
+    Gemm1d2d g = product(f32, false, beta);
+    g.w = w_rowwise.data;
+    g.w_scales = w_rowwise_scales.data;
+    g.transpose_w = true;
+    return g;
   }
   Gemm1d2d product(bool f32, bool with_bias, float beta) const {
     Gemm1d2d g;
@@ -352,13 +343,16 @@ void check_both(const Operands& o, int kind, bool f32, bool thorough) {
       check(o, plain, name, f32, 1, with(false, 1, multiprocessors));
     }
   }
-  for (const int tokens : {128, 256}) {
+  for (int tile = 0; tile < kGemm1d2dTileCount; ++tile) {
+    if (!rowshard::cuda::gemm_1d2d_has(tile, true)) {
+      continue;
+    }
     const auto with = [&](float beta, int limit) {
-      return [&o, f32, tokens, beta, limit] {
-        rowshard::cuda::dgrad_rowwise(o.dgrad(f32, beta), limit, nullptr, tokens);
+      return [&o, f32, tile, beta, limit] {
+        rowshard::cuda::gemm_1d2d(o.dgrad(f32, beta), limit, nullptr, tile);
       };
     };
-    const std::string name = "dgrad " + std::to_string(tokens) + scales;
+    const std::string name = "dgrad " + tile_name(tile) + scales;
     check(o, plain, name, f32, 0, with(0, multiprocessors));
     check(o, plain, name + " limit 20", f32, 0, with(0, 20));
     if (thorough) {
@@ -549,9 +543,9 @@ void time_dgrad(int64_t m, int64_t n, int64_t k, bool sweep) {
   const auto own = [](const Operands& o, Stream& s) {
     rowshard::cuda::gemm_1d2d(o.product(false, false, 0), multiprocessors, s.native());
   };
-  const auto direct = [](int tokens) {
-    return [tokens](const Operands& o, Stream& s) {
-      rowshard::cuda::dgrad_rowwise(o.dgrad(false, 0), multiprocessors, s.native(), tokens);
+  const auto direct = [](int tile) {
+    return [tile](const Operands& o, Stream& s) {
+      rowshard::cuda::gemm_1d2d(o.dgrad(false, 0), multiprocessors, s.native(), tile);
     };
   };
   std::vector<Side> sides = {
@@ -563,10 +557,11 @@ void time_dgrad(int64_t m, int64_t n, int64_t k, bool sweep) {
          own(o, s);
        }},
       {"rebuild", [](const Operands& o, Stream& s) { o.rebuild(s); }},
-      {"direct", direct(0)}};
-  if (sweep) {
-    sides.push_back({"direct 256", direct(256)});
-    sides.push_back({"direct 128", direct(128)});
+      {"direct", direct(-1)}};
+  for (int tile = 0; sweep && tile < kGemm1d2dTileCount; ++tile) {
+    if (rowshard::cuda::gemm_1d2d_has(tile, true)) {
+      sides.push_back({"direct " + tile_name(tile), direct(tile)});
+    }
   }
   print_times(m, n, k, sides, time_sides(sides, sets, 2.0 * m * n * k));
 }
@@ -637,8 +632,10 @@ int run(int argc, char** argv) {
         for (int tile = 0; tile < kGemm1d2dTileCount; ++tile) {
           rowshard::cuda::gemm_1d2d(o.product(f32, true, 1), multiprocessors, nullptr, tile);
         }
-        for (const int tokens : {128, 256}) {
-          rowshard::cuda::dgrad_rowwise(o.dgrad(f32, 1), multiprocessors, nullptr, tokens);
+        for (int tile = 0; tile < kGemm1d2dTileCount; ++tile) {
+          if (rowshard::cuda::gemm_1d2d_has(tile, true)) {
+            rowshard::cuda::gemm_1d2d(o.dgrad(f32, 1), multiprocessors, nullptr, tile);
+          }
         }
       }
     }

@@ -1,9 +1,9 @@
 // The dgrad product without a columnwise copy: dx = dy · w from the rowwise codes of w.
 //
-// Results are those of fp8_gemm(dx, dy, columnwise copy of w), bit for bit. On sm_90 the kernel
-// reads the rowwise codes and has no scratch; it takes e4m3 codes, dx bf16 or f32, N and K in
-// multiples of 16, and 16-byte aligned operands. Everywhere else, the host included, the columnwise
-// copy is made in workspace and dropped; on cuda that is said once in the log.
+// Results are those of fp8_gemm(dx, dy, columnwise copy of w), bit for bit. On sm_90
+// gemm_1d2d.cuh reads the rowwise codes and has no scratch; it takes e4m3 codes, dx bf16 or f32, N
+// and K in multiples of 16, and 16-byte aligned operands. Everywhere else, the host included, the
+// columnwise copy is made in workspace and dropped; on cuda that is said once in the log.
 //
 // Queued on ctx.stream, safe to capture. Throws ShapeError when shapes, dtypes, devices or
 // alignment do not fit.
@@ -24,23 +24,5 @@ void fp8_dgrad_rowwise(const View& dx, const ConstFp8View& dy, const ConstFp8Vie
 /// Whether cuda has the direct product for these: what a caller asks before it plans to do without
 /// a columnwise copy. `capability`: compute capability × 10.
 bool dgrad_rowwise_runs(int capability, DType dx, const ConstFp8View& dy, const ConstFp8View& w);
-
-namespace cuda {
-
-/// The bare kernel, for bench/: every pointer as in fp8_dgrad_rowwise.
-struct DgradRowwise {
-  const void* dy = nullptr;
-  const float* dy_scales = nullptr;  // [⌈N/128⌉, R4(M)]
-  const void* w = nullptr;
-  const float* w_scales = nullptr;  // [⌈N/128⌉, R4(⌈K/128⌉)]
-  void* dx = nullptr;
-  bool dx_is_f32 = false;  // else bf16
-  float beta = 0;
-  int64_t m = 0, n = 0, k = 0;
-};
-/// `tokens` of a tile: 256 or 128, or 0 to choose.
-void dgrad_rowwise(const DgradRowwise& product, int multiprocessors, void* stream, int tokens = 0);
-
-}  // namespace cuda
 
 }  // namespace rowshard

@@ -1,4 +1,6 @@
 // y [M, N] = x [M, K] · w [N, K]ᵀ on sm_90a, e4m3; x scaled 1×128, w 128×128; f32 sums.
+// Or y = x · w with w stored as [K, N] (kTransposeW): the dgrad product dx = dy · w on the rowwise
+// copy of a weight, without a columnwise one.
 //
 // What is computed, and in this order (cuBLASLt's, so results are equal bit for bit):
 //   for each block of 128 k, ascending:  p = tensor-core sum of the codes' products over the block
@@ -7,11 +9,12 @@
 //
 // One block of threads on each multiprocessor walks over tiles of y; three warpgroups, two roles:
 //
-//   warpgroup 0  loader      one thread fetches stages by TMA, up to kStages ahead, across tiles
+//   warpgroup 0  warp 0      one thread fetches stages by TMA, up to kStages ahead, across tiles
+//                warps 1–3   with kTransposeW turn each stage of w where it lies
 //   warpgroups 1, 2          multiply one stage, scale, add; at the end of a tile write it out
 //
-//            128 k of w, kCols rows                          stage s: full[s] ──▶ multiply
-//           ┌───────────────────┐                                     ◀── empty[s]
+//            128 k of w, kCols rows                  stage s: full[s] ─▶ (turn ─▶ turned[s]) ─▶
+//           ┌───────────────────┐                             multiply ─▶ empty[s]
 //           │ ░ stage (128B rows│, swizzled by TMA)
 //           └───────────────────┘
 //   128 k   ┌───────────────────┐
@@ -29,7 +32,9 @@
 // row of w's scales.
 #pragma once
 
+#include "fp8/gemm_1d2d.h"
 #include "fp8/ptx.cuh"
+#include "fp8/square_transposer.cuh"
 #include "fp8/tile_order.cuh"
 
 namespace rowshard::cuda {
@@ -39,7 +44,7 @@ inline constexpr int kBlockK =
 
 struct Gemm1d2dArguments {
   const float* x_scales;      // [⌈K/128⌉, x_stride]
-  const float* w_scales;      // [⌈N/128⌉, w_stride]
+  const float* w_scales;      // [⌈N/128⌉, w_stride]; kTransposeW: [⌈K/128⌉, w_stride]
   void* y;                    // [M, N] bf16 or f32
   const __nv_bfloat16* bias;  // [N] or null
   float beta;
@@ -48,10 +53,11 @@ struct Gemm1d2dArguments {
   TileOrder order;
 };
 
-/// kRows × kCols of y a tile. 64 rows: both warpgroups work on the same rows and split the columns.
-template <int kRows_, int kCols_, int kStages_>
+/// A tile of kGemm1d2dTiles. 64 rows: both warpgroups work on the same rows and split the columns.
+template <int kIndex_, int kStages_>
 struct Gemm1d2dTile {
-  static constexpr int kRows = kRows_, kCols = kCols_, kStages = kStages_;
+  static constexpr int kIndex = kIndex_, kStages = kStages_;
+  static constexpr int kRows = kGemm1d2dTiles[kIndex].rows, kCols = kGemm1d2dTiles[kIndex].cols;
   static constexpr bool kSplitCols = kRows == 64;
   static constexpr int kWaves = kSplitCols ? 1 : kRows / 128;
   static constexpr int kWaveCols = kSplitCols ? kCols / 2 : kCols;  // columns of a warpgroup
@@ -66,8 +72,10 @@ struct Gemm1d2dTile {
   static constexpr int kBoxBytes = 64 * 64 * 2;
   static constexpr int kYOffset = kStages * kStageBytes;
   static constexpr int kScaleOffset = kYOffset + kRows * kCols * 2;
-  static constexpr int kBarrierOffset = kScaleOffset + kStages * kRows * 4;
-  static constexpr int kSharedBytes = kBarrierOffset + 2 * kStages * 8;
+  // A stage's scales: of x, and with kTransposeW four of w's, one of which is the tile's.
+  static constexpr int kScaleBytes = kRows * 4 + 16;
+  static constexpr int kBarrierOffset = kScaleOffset + kStages * kScaleBytes;
+  static constexpr int kSharedBytes = kBarrierOffset + 3 * kStages * 8;
 
   static_assert(kRows == 64 || kRows == 128 || kRows == 256);
   static_assert(kCols % 64 == 0 && kSharedBytes <= 227 * 1024);
@@ -94,17 +102,20 @@ __device__ __forceinline__ float2 with_bias_and_beta(float2 sum, const Gemm1d2dA
                    static_cast<const Out*>(p.y) + static_cast<int64_t>(row) * p.n + col);
 }
 
-template <typename Tile, typename Out>
+template <typename Tile, typename Out, bool kTransposeW>
 __global__ void __launch_bounds__(kGemm1d2dThreads, 1)
     gemm_1d2d_kernel(const __grid_constant__ CUtensorMap x_map,
                      const __grid_constant__ CUtensorMap w_map,
                      const __grid_constant__ CUtensorMap y_map, const Gemm1d2dArguments p) {
 #if ROWSHARD_HOPPER
+  static_assert(!kTransposeW || (Tile::kCols == 128 && Tile::kSegments == 1));
   extern __shared__ __align__(1024) uint8_t shared_memory[];
   const uint32_t shared = ptx::shared_address(shared_memory);
   const uint32_t full = shared + Tile::kBarrierOffset, empty = full + Tile::kStages * 8;
+  const uint32_t turned = empty + Tile::kStages * 8;
+  const uint32_t ready = kTransposeW ? turned : full;  // what the multiplying warps wait for
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-  const int tiles = p.order.count(), blocks = (p.k + kBlockK - 1) / kBlockK;
+  const int blocks = (p.k + kBlockK - 1) / kBlockK;
 
   if (threadIdx.x == 0) {
     if (shared % 1024 != 0) {
@@ -113,32 +124,63 @@ __global__ void __launch_bounds__(kGemm1d2dThreads, 1)
     for (int s = 0; s < Tile::kStages; ++s) {
       ptx::barrier_init(full + s * 8, 1);   // the loader, and its bytes
       ptx::barrier_init(empty + s * 8, 8);  // one lane of each multiplying warp
+      ptx::barrier_init(turned + s * 8, SquareTransposer::kWarps);
     }
     ptx::barrier_init_done();
   }
   __syncthreads();
+  ptx::start_kernel_behind();
 
   if (warp < 4) {
     ptx::lower_registers<40>();
     if (warp == 0 && lane == 0) {
       ptx::prefetch_map(&x_map);
       ptx::prefetch_map(&w_map);
+      ptx::wait_for_kernel_before();
       int s = 0;
       uint32_t parity = 1;
-      for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+      for (int tile = blockIdx.x; tile < p.order.count(); tile += gridDim.x) {
         const int2 place = p.order.place(tile);
         const int row = place.x * Tile::kRows, col = place.y * Tile::kCols;
         const uint32_t scale_bytes = min(Tile::kRows, p.x_stride - row) * 4;
         const float* scales = p.x_scales + row;
+        const uint32_t w_scale_bytes = kTransposeW ? 16 : 0;
+#pragma unroll 1
         for (int block = 0; block < blocks; ++block) {
           ptx::barrier_wait(empty + s * 8, parity);
           const uint32_t barrier = full + s * 8, stage = shared + s * Tile::kStageBytes;
-          ptx::barrier_expect(barrier, Tile::kStageBytes + scale_bytes);
+          const uint32_t to_scales = shared + Tile::kScaleOffset + s * Tile::kScaleBytes;
+          ptx::barrier_expect(barrier, Tile::kStageBytes + scale_bytes + w_scale_bytes);
           ptx::tma_load(stage, &x_map, block * kBlockK, row, barrier);
-          ptx::tma_load(stage + Tile::kXBytes, &w_map, block * kBlockK, col, barrier);
-          ptx::bulk_load(shared + Tile::kScaleOffset + s * Tile::kRows * 4, scales, scale_bytes,
-                         barrier);
+          ptx::bulk_load(to_scales, scales, scale_bytes, barrier);
+          if constexpr (kTransposeW) {
+            ptx::bulk_load(to_scales + Tile::kRows * 4,
+                           p.w_scales + static_cast<int64_t>(block) * p.w_stride + col / 512 * 4,
+                           w_scale_bytes, barrier);
+          }
+          ptx::tma_load(stage + Tile::kXBytes, &w_map, kTransposeW ? col : block * kBlockK,
+                        kTransposeW ? block * kBlockK : col, barrier);
           scales += p.x_stride;
+          if (++s == Tile::kStages) {
+            s = 0;
+            parity ^= 1;
+          }
+        }
+      }
+    } else if (kTransposeW && warp > 0) {
+      const SquareTransposer transposer(lane);
+      int s = 0;
+      uint32_t parity = 0;
+      for (int tile = blockIdx.x; tile < p.order.count(); tile += ptx::read_grid()) {
+#pragma unroll 1
+        for (int block = 0; block < blocks; ++block) {
+          ptx::barrier_wait(full + s * 8, parity);
+          transposer.turn(shared + s * Tile::kStageBytes + Tile::kXBytes, warp - 1);
+          ptx::fence_async_shared();
+          __syncwarp();
+          if (lane == 0) {
+            ptx::barrier_arrive(turned + s * 8);
+          }
           if (++s == Tile::kStages) {
             s = 0;
             parity ^= 1;
@@ -154,18 +196,23 @@ __global__ void __launch_bounds__(kGemm1d2dThreads, 1)
     const int my_row = first_row + warp % 4 * 16 + lane / 4;  // and the one eight below, in wave 0
     int s = 0;
     uint32_t parity = 0;
-    for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    ptx::wait_for_kernel_before();
+    for (int tile = blockIdx.x; tile < p.order.count(); tile += gridDim.x) {
       const int2 place = p.order.place(tile);
       const int tile_row = place.x * Tile::kRows, tile_col = place.y * Tile::kCols;
 
+      // Stored along k, w's scales are read a block ahead; else they come with the stage.
       const float* w_scales[Tile::kSegments];
       float next_scale[Tile::kSegments];
+      if constexpr (!kTransposeW) {
 #pragma unroll
-      for (int i = 0; i < Tile::kSegments; ++i) {
-        const int row = min(tile_col + first_col + i * Tile::kSegment, p.n - 1) / 128;
-        w_scales[i] = p.w_scales + static_cast<int64_t>(row) * p.w_stride;
-        next_scale[i] = __ldg(w_scales[i]);
+        for (int i = 0; i < Tile::kSegments; ++i) {
+          const int row = min(tile_col + first_col + i * Tile::kSegment, p.n - 1) / 128;
+          w_scales[i] = p.w_scales + static_cast<int64_t>(row) * p.w_stride;
+          next_scale[i] = __ldg(w_scales[i]);
+        }
       }
+      const uint32_t w_scale_at = Tile::kRows * 4 + tile_col / 128 % 4 * 4;
       float sums[Tile::kWaves][Tile::kSums];
 #pragma unroll
       for (int wave = 0; wave < Tile::kWaves; ++wave) {
@@ -180,18 +227,24 @@ __global__ void __launch_bounds__(kGemm1d2dThreads, 1)
 #pragma unroll 4
       for (int block = 0; block < blocks; ++block) {
         float w_scale[Tile::kSegments];
-        const int next = min(block + 1, blocks - 1);
+        if constexpr (!kTransposeW) {
+          const int next = min(block + 1, blocks - 1);
 #pragma unroll
-        for (int i = 0; i < Tile::kSegments; ++i) {
-          w_scale[i] = next_scale[i];
-          next_scale[i] = __ldg(w_scales[i] + next);
+          for (int i = 0; i < Tile::kSegments; ++i) {
+            w_scale[i] = next_scale[i];
+            next_scale[i] = __ldg(w_scales[i] + next);
+          }
         }
         const uint32_t stage = shared + s * Tile::kStageBytes;
-        const uint32_t scales = shared + Tile::kScaleOffset + (s * Tile::kRows + my_row) * 4;
+        const uint32_t stage_scales = shared + Tile::kScaleOffset + s * Tile::kScaleBytes;
+        const uint32_t scales = stage_scales + my_row * 4;
         const uint64_t x_codes = ptx::matrix_descriptor(stage + first_row * kBlockK);
         const uint64_t w_codes =
             ptx::matrix_descriptor(stage + Tile::kXBytes + first_col * kBlockK);
-        ptx::barrier_wait(full + s * 8, parity);
+        ptx::barrier_wait(ready + s * 8, parity);
+        if constexpr (kTransposeW) {
+          w_scale[0] = ptx::load_shared(stage_scales + w_scale_at);
+        }
 #pragma unroll
         for (int wave = 0; wave < Tile::kWaves; ++wave) {
           const float x0 = ptx::load_shared(scales + wave * 256);

@@ -16,7 +16,7 @@ constexpr TileCost kCosts[kGemm1d2dTileCount] = {
 
 }  // namespace
 
-int choose_gemm_1d2d_tile(int64_t m, int64_t n, int64_t k, int multiprocessors) {
+int choose_gemm_1d2d_tile(int64_t m, int64_t n, int64_t k, int multiprocessors, bool transpose_w) {
   double best = std::numeric_limits<double>::infinity();
   int chosen = 0;
   for (int i = 0; i < kGemm1d2dTileCount; ++i) {
@@ -24,7 +24,7 @@ int choose_gemm_1d2d_tile(int64_t m, int64_t n, int64_t k, int multiprocessors) 
     const double round =
         static_cast<double>(ceil_div(k, 128)) * kCosts[i].per_block + kCosts[i].once;
     const double cost = static_cast<double>(ceil_div(tiles, multiprocessors)) * round;
-    if (cost < best) {
+    if (cost < best && gemm_1d2d_has(i, transpose_w)) {
       best = cost;
       chosen = i;
     }

@@ -12,14 +12,11 @@ std::atomic<GemmBackend> backend_now{GemmBackend::kAuto};
 // Multiprocessors of the cards the measurements are from, H100 and H200.
 constexpr int kMultiprocessors = 132;
 
-/// On an H200 at its power limit, bench/results/own-gemm-h200-2026-12-01.log: our kernel is faster
-/// at every shape but two kinds.
+/// On an H200 at its power limit, bench/results/own-gemm-h200-2026-12-01.log and
+/// own-gemm-transposed-h200-2026-12-01.log: our kernel is faster at every shape but one kind.
 bool own_gemm_is_faster(int64_t m, int64_t n, int64_t k) {
   const cuda::TileShape tile =
       cuda::kGemm1d2dTiles[cuda::choose_gemm_1d2d_tile(m, n, k, kMultiprocessors)];
-  // Tiles of 128 × 128 are the best it has, and K is long: 1 % slower.
-  if (tile.rows == 128 && tile.cols == 128 && k >= 4096)
-    return false;
   // Few tiles and a very long K: cuBLASLt splits the contraction. 38 % slower at 300 × 1024 ×
   // 28672; still faster at 64 × 4096 × 14336.
   return k <= 16384 || ceil_div(m, tile.rows) * ceil_div(n, tile.cols) > kMultiprocessors * 2 / 3;

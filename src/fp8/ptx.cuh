@@ -109,6 +109,17 @@ __device__ __forceinline__ void fence_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// ---- kernels in a row -------------------------------------------------------------------------
+
+/// Lets a kernel that asks for it start on multiprocessors that are done with this one.
+__device__ __forceinline__ void start_kernel_behind() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+/// Until the kernel before this one on the stream is done, if this one was started beside it.
+__device__ __forceinline__ void wait_for_kernel_before() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 // ---- registers and shared memory ---------------------------------------------------------------
 
 template <int kRegisters>
@@ -119,17 +130,11 @@ template <int kRegisters>
 __device__ __forceinline__ void raise_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
-/// Keeps `value` in its register: the compiler no longer knows how to make it again.
+/// Keeps what is made of `value` behind this point.
 __device__ __forceinline__ void pin(uint32_t& value) {
   asm volatile("" : "+r"(value));
 }
-/// The lane, read here and not carried here.
-__device__ __forceinline__ int read_lane() {
-  int lane;
-  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-  return lane;
-}
-/// Likewise the blocks of the grid.
+/// The blocks of the grid, read here and not kept in a register.
 __device__ __forceinline__ int read_grid() {
   int blocks;
   asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(blocks));
@@ -139,21 +144,6 @@ __device__ __forceinline__ float load_shared(uint32_t address) {
   float value;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address));
   return value;
-}
-__device__ __forceinline__ float4 load_shared4(uint32_t address) {
-  float4 value;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-               : "r"(address));
-  return value;
-}
-__device__ __forceinline__ void store_shared(uint32_t address, uint32_t value) {
-  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
-}
-__device__ __forceinline__ void store_shared4(uint32_t address, const float4& value) {
-  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(value.x),
-               "f"(value.y), "f"(value.z), "f"(value.w)
-               : "memory");
 }
 /// Four 8×8 matrices of 16-bit elements. Lane l names row l % 8 of matrix l / 8; register i of lane
 /// l holds row l / 4, columns 2 (l % 4) and the next of matrix i (transposed: their exchange).
@@ -206,9 +196,6 @@ __device__ __forceinline__ void hold(float (&d)[kSize]) {
 // group j of 8:
 //   d[4j], d[4j+1]    row 16 (t / 32) + (t % 32) / 4, columns 8j + 2 (t % 4) and the next
 //   d[4j+2], d[4j+3]  eight rows below
-// a in registers, four for the 32 codes of k, for the same rows r and r + 8:
-//   a[0] row r, codes 4 (t % 4) … + 3;  a[1] row r + 8, the same;  a[2], a[3] the same at 16
-//   further
 #define ROWSHARD_NAMES16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define ROWSHARD_NAMES32                                                   \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
@@ -264,25 +251,6 @@ __device__ __forceinline__ void wgmma(float (&d)[96], uint64_t a, uint64_t b, bo
       : ROWSHARD_BIND96(0)
       : "l"(a), "l"(b), "r"(int{accumulate}));
 }
-__device__ __forceinline__ void wgmma(float (&d)[32], const uint32_t (&a)[4], uint64_t b,
-                                      bool accumulate) {
-  asm volatile(
-      "{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {" ROWSHARD_NAMES32
-      "}, {%32, %33, %34, %35}, %36, add, 1, 1;\n}\n"
-      : ROWSHARD_BIND32(0)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}));
-}
-__device__ __forceinline__ void wgmma(float (&d)[64], const uint32_t (&a)[4], uint64_t b,
-                                      bool accumulate) {
-  asm volatile(
-      "{\n.reg .pred add;\nsetp.ne.b32 add, %69, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" ROWSHARD_NAMES64
-      "}, {%64, %65, %66, %67}, %68, add, 1, 1;\n}\n"
-      : ROWSHARD_BIND64(0)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int{accumulate}));
-}
-
 #undef ROWSHARD_NAMES16
 #undef ROWSHARD_NAMES32
 #undef ROWSHARD_NAMES64

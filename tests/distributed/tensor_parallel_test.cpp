@@ -240,6 +240,26 @@ class LayerTest : public TensorParallelTest {
     return testing::widened(bench.download<float>(gradient));
   }
 
+  /// Gradients of an adapter's factors on one rank, as bits. dx is not asked for.
+  struct FactorGradients {
+    std::vector<uint8_t> a, b;
+  };
+  FactorGradients alone(const ConstView& dy, const ConstView& x, const LoraFactors& factors,
+                        const Dropout& dropout) {
+    const int64_t k = x.dim(1), n = dy.dim(1);
+    const Tensor a = bench.upload(std::vector<float>(kRank * k, 0.0f), {kRank, k});
+    const Tensor b = bench.upload(std::vector<float>(n * kRank, 0.0f), {n, kRank});
+    LoraFactors own = factors;
+    own.grad_a = a;
+    own.grad_b = b;
+    LoraSaved saved;
+    const Tensor y = empty(x.dim(0), n);
+    fill_bytes(y, 0, bench.stream);
+    lora_forward(y, x, own, dropout, &saved, bench.ctx);
+    lora_backward({}, dy, x, own, saved, bench.ctx);
+    return {bench.template download<uint8_t>(a), bench.template download<uint8_t>(b)};
+  }
+
   Left column(const Mode& mode);
   Left row(const Mode& mode);
 };
@@ -353,6 +373,12 @@ Left LayerTest<T>::column(const Mode& mode) {
     };
     expect_within(testing::widened(bench.download<float>(parts[i].grad_b)),
                   {cut(grad_b.values), cut(grad_b.magnitudes)}, relative, "dB");
+    if (device().is_host()) {  // no sum of it crosses ranks; cuBLASLt chooses by the rows of A · x
+      const Tensor all_x = activations(x, k, {0, tokens_}, {0, k});
+      EXPECT_EQ(bench.download<uint8_t>(parts[i].grad_b),
+                alone(dys[i], all_x, *linears[i].lora, linears[i].dropout).b)
+          << "dB is one rank's";
+    }
     left.bytes.push_back(bench.download<uint8_t>(parts[i].grad_a));
   }
   const auto cut = [&](const Doubles& v) { return block_of(v, k, own, {0, k}); };
@@ -384,6 +410,25 @@ Left LayerTest<T>::row(const Mode& mode) {
   ParallelSaved saved;
   row_parallel_forward(y, xt, {&linear, 1}, &saved, tp, bench.ctx);
   row_parallel_backward(dx, dyt, xt, {&linear, 1}, saved, tp, bench.ctx);
+  {  // What no sum over ranks goes into: dA, and dx of the frozen weight.
+    const Tensor all_dy = activations(dy, n, {0, tokens_}, {0, n});
+    if (device().is_host()) {
+      EXPECT_EQ(bench.download<uint8_t>(part.grad_a),
+                alone(all_dy, xt, part.lora, linear.dropout).a)
+          << "dA is one rank's";
+    }
+    const Linear frozen{.weight = &part.weight};
+    const Tensor dx_split = empty(tokens_, cols.size()), dx_alone = empty(tokens_, cols.size());
+    row_parallel_backward(dx_split, dyt, xt, {&frozen, 1}, {}, tp, bench.ctx);
+    LinearSaved nothing;
+    const Tensor y_alone = empty(tokens_, n);
+    linear_forward(y_alone, xt, frozen, &nothing, bench.ctx);
+    linear_backward(dx_alone, all_dy, nothing, frozen, false, bench.ctx);
+    if (device().is_host() || mode.fp8) {
+      EXPECT_EQ(bench.download<uint8_t>(dx_split), bench.download<uint8_t>(dx_alone))
+          << "dx is one rank's";
+    }
+  }
   if (part.matrix) {
     EXPECT_FALSE(part.matrix->usage().columnwise) << "released";
   }

@@ -251,10 +251,13 @@ TEST_F(TensorParallelTraining, ModesChangeNoBit) {
   const int dp = size() == 4 ? 2 : 1;
   std::optional<Curve> first;
   for (const Mode mode : {Mode::kTrue, Mode::kFalse, Mode::kResident}) {
-    for (const auto columnwise : {ColumnwisePolicy::kRelease, ColumnwisePolicy::kResident}) {
+    for (const auto columnwise :
+         {ColumnwisePolicy::kRelease, ColumnwisePolicy::kResident, ColumnwisePolicy::kDirect}) {
       for (const Recompute recompute : {Recompute::kNone, Recompute::kBlock}) {
         for (const bool overlap : {true, false}) {
           if (!overlap && (mode != Mode::kTrue || recompute == Recompute::kBlock))
+            continue;
+          if (columnwise == ColumnwisePolicy::kDirect && recompute == Recompute::kBlock)
             continue;
           FinetuneOptions asked = options(model("modes", fitting()), size() / dp, dp);
           asked.execution.reshard_after_forward.mode = mode;
@@ -270,7 +273,7 @@ TEST_F(TensorParallelTraining, ModesChangeNoBit) {
             if (mode != Mode::kResident) {
               EXPECT_EQ(run.now(Category::kGathered), 0) << "every unit is a shard again";
             }
-            if (columnwise == ColumnwisePolicy::kRelease) {
+            if (columnwise != ColumnwisePolicy::kResident) {
               EXPECT_EQ(run.now(Category::kColumnwise), 0) << "every weight is released";
             }
             EXPECT_EQ(run.now(Category::kCommunication), 0);

@@ -464,8 +464,19 @@ ValidationReport validate(World& world, ValidationMode mode) {
           all.push_back(with(first, {keep}));
         all.push_back(first);
         all.back().execution.tp_overlap = false;
+        all.push_back(first);
+        all.back().execution.columnwise = ColumnwisePolicy::kDirect;
+        const int data_ranks = first.execution.dp_shard;
+        if (const auto smaller = smallest_group(data_ranks))
+          all.push_back(with(first, *smaller));
+        if (data_ranks % 2 == 0) {
+          all.push_back(first);
+          all.back().execution.dp_replicate = 2;
+          all.back().execution.dp_shard = data_ranks / 2;
+        }
         const char* name = sequence ? "with sequence parallelism" : "with all tokens on each rank";
-        validation.same_bits(message("overlap, reshard, release and recompute, ", name), all);
+        validation.same_bits(
+            message("overlap, reshard, replicas, columnwise and recompute, ", name), all);
         validation.near_one_rank(first);
         validation.bytes_as_planned(first);
       }

@@ -74,8 +74,7 @@ std::vector<int> regather_ranks(const ReshardAfterForward& reshard,
 
 DecoderOptions decoder_options(const ExecutionOptions& execution, Recompute recompute,
                                DeviceKind device) {
-  ROWSHARD_CHECK(execution.tp == 1 || execution.recipe != Recipe::kMx, ConfigError, "--tp ",
-                 execution.tp, " with --recipe mx is not in this version; use --recipe block");
+  check(execution);
   DecoderOptions options;
   options.linear = execution.recipe == Recipe::kBlock ? Storage::kFp8Block
                    : execution.recipe == Recipe::kMx  ? Storage::kMxRowwise

@@ -164,6 +164,9 @@ void check(const ExecutionOptions& options) {
                  ConfigError,
                  "--columnwise direct reads 128x128 blocks and does not go with --recipe mx: use "
                  "release or resident");
+  ROWSHARD_CHECK(options.tp == 1 || options.recipe != Recipe::kMx, ConfigError, "--tp ", options.tp,
+                 " with --recipe mx is not in this version: use --recipe block, or --dp-shard in "
+                 "place of --tp");
 }
 
 void check(const LoraOptions& options) {

@@ -166,6 +166,8 @@ refused "MODE is missing" validate
 refused "validate fsdp: use one of single, fsdp2-reshard" validate fsdp
 refused "--seq-len 1023 cannot be split over --tp 2 ranks: use 1022 or 1024" \
   "${job[@]}" --tp 2 --seq-len 1023
+refused "--tp 2 with --recipe mx is not in this version: use --recipe block" \
+  "${job[@]}" --tp 2 --recipe mx
 refused "--tp-sums half: use one of bf16, fp32" "${job[@]}" --tp-sums half
 refused "--tokens 0: must be at least 1" bench step --tokens 0
 refused "model: no such" plan --model model

@@ -2,6 +2,8 @@
 
 #include <numeric>
 
+#include "layers/dispatch.h"
+
 namespace rowshard {
 
 namespace {
@@ -26,12 +28,20 @@ void grouped_linear_forward(const View& y, const ConstView& x, std::span<const i
                             std::span<const Linear> experts, GroupedLinearSaved* saved,
                             Context& ctx) {
   check_rows("grouped_linear_forward", x.dim(0), rows, experts);
+  check_operands(y.dim(0) == x.dim(0), "grouped_linear_forward", "y [T, N] and x [T, K]",
+                 {{"y", y}, {"x", x}});
+  // All experts before the first is run.
+  int64_t first = 0;
+  for (size_t e = 0; e < experts.size(); ++e) {
+    check_forward(y.slice_rows(first, rows[e]), x.slice_rows(first, rows[e]), experts[e], ctx);
+    first += rows[e];
+  }
   if (saved) {
     *saved = {};
     saved->rows.assign(rows.begin(), rows.end());
     saved->experts.resize(experts.size());
   }
-  int64_t first = 0;
+  first = 0;
   for (size_t e = 0; e < experts.size(); ++e) {
     Linear expert = experts[e];
     expert.dropout.first_token += first;
@@ -44,7 +54,16 @@ void grouped_linear_forward(const View& y, const ConstView& x, std::span<const i
 void grouped_linear_backward(const View& dx, const ConstView& dy, GroupedLinearSaved& saved,
                              std::span<const Linear> experts, bool accumulate_dx, Context& ctx) {
   check_rows("grouped_linear_backward", dy.dim(0), saved.rows, experts);
+  check_operands(!dx.data || dx.dim(0) == dy.dim(0), "grouped_linear_backward",
+                 "dx [T, K] and dy [T, N]", {{"dx", dx}, {"dy", dy}});
   int64_t first = 0;
+  for (size_t e = 0; e < experts.size(); ++e) {
+    const int64_t rows = saved.rows[e];
+    check_linear_backward(dx.data ? dx.slice_rows(first, rows) : View(), dy.slice_rows(first, rows),
+                          saved.experts[e], experts[e], ctx);
+    first += rows;
+  }
+  first = 0;
   for (size_t e = 0; e < experts.size(); ++e) {
     const int64_t rows = saved.rows[e];
     linear_backward(dx.data ? dx.slice_rows(first, rows) : View(), dy.slice_rows(first, rows),

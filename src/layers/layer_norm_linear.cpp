@@ -61,6 +61,8 @@ void layer_norm_linear_forward(std::span<const View> y, const ConstView& x,
   input.x8.grouping = grouping_of(layer.linears).value_or(Grouping::k1x128);
   bool plain = false;
   Usage x8;
+  for (size_t i = 0; i < y.size(); ++i)
+    check_forward(y[i], x, layer.linears[i], ctx);
   for (const Linear& linear : layer.linears) {
     const LinearPlan plan = plan_of(linear, saved != nullptr, true, true, ctx);
     plain = plain || plan.reads_x;
@@ -93,20 +95,24 @@ void layer_norm_linear_backward(const View& dx, std::span<const ConstView> dy,
                  "layer_norm_linear_forward a LayerNormLinearSaved");
   check_layer("layer_norm_linear_backward", dy.size(), saved.x, layer);
   const ConstView x = saved.x;
+  check_operands(!dx.data || same_operands(x, {dx}), "layer_norm_linear_backward",
+                 "dx like the x of forward", {{"dx", dx}, {"x", x}});
   const bool need_h_gradient = dx.data != nullptr || layer.norm_gradients.wanted();
   std::vector<LinearPlan> plans;
   auto input = std::make_shared<LinearInput>();
   input->x8.grouping = grouping_of(layer.linears).value_or(Grouping::k1x128);
   bool plain = false;
   Usage x8;
-  for (const Linear& linear : layer.linears) {
+  for (size_t i = 0; i < dy.size(); ++i) {
+    const Linear& linear = layer.linears[i];
     plans.push_back(plan_of(linear, true, need_h_gradient, true, ctx));
+    check_backward(View(), dy[i], saved.linears[i], linear, plans[i], ctx);
+    check_operands(dy[i].dim(0) == x.dim(0), "layer_norm_linear_backward", "dy of the rows of x",
+                   {{"dy", dy[i]}, {"x", x}});
     const LinearPlan& plan = plans.back();
     plain = plain || (plan.x_again && (linear.lora || plan.x8_again == Usage{}));
     x8.rowwise = x8.rowwise || plan.x8_again.rowwise;
     x8.columnwise = x8.columnwise || plan.x8_again.columnwise;
-    if (x.dim(0) > 0)
-      check_plan(linear, plan, ctx);
   }
   if ((plain || !(x8 == Usage{})) && x.dim(0) > 0) {
     const Tensor again = make_statistics(x, layer.norm, Category::kWorkspace, ctx);

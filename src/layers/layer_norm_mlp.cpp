@@ -1,5 +1,6 @@
 #include "layers/layer_norm_mlp.h"
 
+#include <algorithm>
 #include <array>
 
 #include "layers/dispatch.h"
@@ -52,6 +53,10 @@ void layer_norm_mlp_forward(const View& y, const ConstView& x, const LayerNormMl
   const auto make = [&](const char* name, int64_t rows) {
     return ctx.arena.tensor(Category::kActivations, name, x.dtype, {rows, ffn});
   };
+  const ConstView hidden(nullptr, x.dtype, {tokens, ffn}, x.device);
+  for (const Linear& linear : layer.first_layer().linears)
+    check_forward(hidden, x, linear, ctx);
+  check_forward(y, hidden, layer.down, ctx);
   Tensor gate = make("mlp.gate", tokens), up;
   if (gated)
     up = make("mlp.up", tokens);
@@ -75,24 +80,31 @@ void layer_norm_mlp_forward(const View& y, const ConstView& x, const LayerNormMl
 void layer_norm_mlp_backward(const View& dx, const ConstView& dy, LayerNormMlpSaved& saved,
                              const LayerNormMlp& layer, bool accumulate_dx, Context& ctx) {
   check_layer("layer_norm_mlp_backward", layer);
-  ROWSHARD_CHECK(!saved.first.linears.empty(), LogicError,
-                 "layer_norm_mlp_backward without a forward that saved: give "
-                 "layer_norm_mlp_forward a LayerNormMlpSaved");
+  ROWSHARD_CHECK(saved.gate.shape().rank() == 2 && !saved.first.linears.empty(), LogicError,
+                 "layer_norm_mlp_backward without a forward that saved, or the second after one: "
+                 "give layer_norm_mlp_forward a LayerNormMlpSaved before each");
   const bool gated = is_gated(layer.activation);
-  bool need_first = dx.data != nullptr || layer.norm_gradients.wanted();
-  for (const Linear& linear : layer.first_layer().linears) {
+  const LayerNormLinear first = layer.first_layer();
+  const bool need_h = dx.data != nullptr || layer.norm_gradients.wanted();
+  bool need_first = need_h;
+  for (const Linear& linear : first.linears) {
     need_first = need_first || linear.lora || linear.weight->trainable() ||
                  linear.weight->bias_gradient.data;
   }
-  const int64_t tokens = dy.dim(0), ffn = layer.down.weight->k;
+  const int64_t tokens = saved.gate.shape()[0], ffn = layer.down.weight->k;
   const auto make = [&](const char* name) {
     return ctx.arena.tensor(Category::kActivations, name, dy.dtype, {tokens, ffn});
   };
   const LinearPlan plan = plan_of(layer.down, true, need_first, true, ctx);
   // All layers before the first is run.
-  for (const Linear& linear : layer.first_layer().linears) {
-    if (dy.dim(0) > 0)
-      check_plan(linear, plan_of(linear, true, dx.data != nullptr, true, ctx), ctx);
+  check_operands((!dx.data || same_operands(saved.first.x, {dx})) && dy.dim(0) == tokens,
+                 "layer_norm_mlp_backward", "dx like the x of forward, dy of its rows",
+                 {{"dx", dx}, {"dy", dy}, {"x", saved.first.x}});
+  check_backward(View(), dy, saved.down, layer.down, plan, ctx);
+  const ConstView hidden(nullptr, dy.dtype, {tokens, ffn}, dy.device);
+  for (size_t i = 0; i < first.linears.size(); ++i) {
+    const LinearPlan plan_first = plan_of(first.linears[i], true, need_h, true, ctx);
+    check_backward(View(), hidden, saved.first.linears[i], first.linears[i], plan_first, ctx);
   }
   auto input = std::make_shared<LinearInput>();
   input->x8.grouping = activation_grouping({&layer.down}).value_or(Grouping::k1x128);
@@ -119,13 +131,20 @@ void layer_norm_mlp_backward(const View& dx, const ConstView& dy, LayerNormMlpSa
                       layer.activation, ctx.stream);
   saved.gate.reset();
   saved.up.reset();
-  layer_norm_linear_backward(dx, std::span(d_first).first(gated ? 2 : 1), saved.first,
-                             layer.first_layer(), accumulate_dx, ctx);
+  layer_norm_linear_backward(dx, std::span(d_first).first(gated ? 2 : 1), saved.first, first,
+                             accumulate_dx, ctx);
+  if (std::ranges::any_of(saved.first.linears,
+                          [](const LinearSaved& linear) { return linear.delayed.waiting; })) {
+    saved.d_gate = std::move(d_gate);
+    saved.d_activation = std::move(d_activation);
+  }
 }
 
 void layer_norm_mlp_weight_gradient(LayerNormMlpSaved& saved, const LayerNormMlp& layer,
                                     Context& ctx) {
   layer_norm_linear_weight_gradient(saved.first, layer.first_layer(), ctx);
+  saved.d_gate.reset();
+  saved.d_activation.reset();
   if (saved.down.delayed.waiting)
     linear_weight_gradient(saved.down, layer.down, ctx);
 }

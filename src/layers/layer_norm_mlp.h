@@ -27,7 +27,8 @@ struct LayerNormMlp {
 
 struct LayerNormMlpSaved {
   LayerNormLinearSaved first;
-  Tensor gate, up;  // [T, F]
+  Tensor gate, up;              // [T, F]
+  Tensor d_gate, d_activation;  // [T, F], while gradients of weights wait for them
   LinearSaved down;
 };
 

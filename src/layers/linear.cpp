@@ -156,27 +156,33 @@ void weight_gradient(const ConstView& dy, const QuantizedActivation& dy8, const 
   matmul(weight.gradient, dy, Transpose::kYes, x, Transpose::kNo, 1, beta, ctx);
 }
 
-/// Everything that could be refused later is refused here, before any state changes.
-void check_backward(const View& dx, const ConstView& dy, const LinearInput* input,
-                    const LinearSaved& saved, const Linear& linear, const LinearPlan& plan,
-                    Context& ctx) {
+/// What no operand can mend: a policy or a capture that this backward cannot have.
+void check_plan(const Linear& linear, const LinearPlan& plan, Context& ctx) {
   const LinearWeight& weight = *linear.weight;
-  const bool fits = dy.shape.rank() == 2 && dy.dim(1) == weight.n && is_float_dtype(dy.dtype);
-  ROWSHARD_CHECK(fits, ShapeError, "linear_backward: ", weight.name, " [", weight.n, ", ", weight.k,
-                 "] takes dy [T, N]; got ", describe(dy));
-  const ConstView same_input(nullptr, dy.dtype, {dy.dim(0), weight.k}, dy.device);
-  check_linear("linear_backward", linear, dy, dx.data ? ConstView(dx) : same_input, ctx);
+  if (plan.dgrad == DgradSource::kRebuild) {
+    ROWSHARD_CHECK(!ctx.stream.capturing() || plan.release, UsageError, weight.name,
+                   ": a graph being recorded cannot make a columnwise copy that stays: a later "
+                   "backward would take it for there while no replay has run. Run one backward "
+                   "before the capture, or use the policy `release`");
+  } else if (plan.dgrad == DgradSource::kPlain && weight.quantized() && !weight.plain.data) {
+    static_cast<void>(weight.quantized()->rowwise());
+  }
+}
+
+/// x in the forms that this backward reads.
+void check_input(const ConstView& dy, const LinearInput* input, const Linear& linear,
+                 const LinearPlan& plan) {
+  const LinearWeight& weight = *linear.weight;
   if (dy.dim(0) == 0)
     return;
-  check_plan(linear, plan, ctx);
   const auto has = [&](Usage wanted) {
     const Usage have = input ? input->x8.usage() : Usage{};
     return (!wanted.rowwise || have.rowwise) && (!wanted.columnwise || have.columnwise);
   };
   const bool x = input && input->x.data && input->x.dim(0) == dy.dim(0);
-  ROWSHARD_CHECK(!linear.lora || (x && saved.lora.xa), LogicError, "linear_backward: ", weight.name,
-                 " has an adapter but nothing was saved for it; give linear_forward a LinearSaved "
-                 "and the adapter");
+  ROWSHARD_CHECK(!linear.lora || x, LogicError, "linear_backward: ", weight.name,
+                 " has an adapter, but its x is gone or of other rows (dy ", describe(dy),
+                 "). One backward follows each forward");
   const Usage wanted_x8{plan.saves_x8.rowwise || plan.x8_again.rowwise,
                         plan.saves_x8.columnwise || plan.x8_again.columnwise};
   const bool wants_x = weight.trainable() && wanted_x8 == Usage{};
@@ -212,16 +218,32 @@ LinearPlan plan_of(const Linear& linear, bool backward, bool dgrad, bool input_a
   return plan_linear(facts);
 }
 
-void check_plan(const Linear& linear, const LinearPlan& plan, Context& ctx) {
+void check_forward(const ConstView& y, const ConstView& x, const Linear& linear, Context& ctx) {
+  check_linear("linear_forward", linear, y, x, ctx);
+}
+
+void check_backward(const View& dx, const ConstView& dy, const LinearSaved& saved,
+                    const Linear& linear, const LinearPlan& plan, Context& ctx) {
   const LinearWeight& weight = *linear.weight;
-  if (plan.dgrad == DgradSource::kRebuild) {
-    ROWSHARD_CHECK(!ctx.stream.capturing() || plan.release, UsageError, weight.name,
-                   ": a graph being recorded cannot make a columnwise copy that stays: a later "
-                   "backward would take it for there while no replay has run. Run one backward "
-                   "before the capture, or use the policy `release`");
-  } else if (plan.dgrad == DgradSource::kPlain && weight.quantized() && !weight.plain.data) {
-    static_cast<void>(weight.quantized()->rowwise());
-  }
+  const bool fits = dy.shape.rank() == 2 && dy.dim(1) == weight.n && is_float_dtype(dy.dtype);
+  ROWSHARD_CHECK(fits, ShapeError, "linear_backward: ", weight.name, " [", weight.n, ", ", weight.k,
+                 "] takes dy [T, N]; got ", describe(dy));
+  const ConstView same_input(nullptr, dy.dtype, {dy.dim(0), weight.k}, dy.device);
+  check_linear("linear_backward", linear, dy, dx.data ? ConstView(dx) : same_input, ctx);
+  if (dy.dim(0) == 0)
+    return;
+  check_plan(linear, plan, ctx);
+  ROWSHARD_CHECK(!linear.lora || saved.lora.xa, LogicError, "linear_backward: ", weight.name,
+                 " has an adapter but nothing was saved for it; give linear_forward a LinearSaved "
+                 "and the adapter");
+}
+
+void check_linear_backward(const View& dx, const ConstView& dy, const LinearSaved& saved,
+                           const Linear& linear, Context& ctx) {
+  ROWSHARD_CHECK(linear.weight, LogicError, "linear_backward: a layer without a weight");
+  const LinearPlan plan = plan_of(linear, true, dx.data != nullptr, false, ctx);
+  check_backward(dx, dy, saved, linear, plan, ctx);
+  check_input(dy, saved.input.get(), linear, plan);
 }
 
 std::optional<Grouping> activation_grouping(std::initializer_list<const Linear*> readers) {
@@ -278,7 +300,8 @@ void project_backward(const View& dx, const ConstView& dy,
                       const std::shared_ptr<LinearInput>& input, LinearSaved& saved,
                       const Linear& linear, const LinearPlan& plan, bool accumulate_dx,
                       Context& ctx) {
-  check_backward(dx, dy, input.get(), saved, linear, plan, ctx);
+  check_backward(dx, dy, saved, linear, plan, ctx);
+  check_input(dy, input.get(), linear, plan);
   const LinearWeight& weight = *linear.weight;
   if (weight.bias_gradient.data)
     add_column_sums(weight.bias_gradient, dy, ctx);

@@ -73,9 +73,15 @@ LinearPlan plan_of(const Linear& linear, bool backward, bool dgrad, bool input_a
 /// when 128-blocks and MX would read the same x.
 std::optional<Grouping> activation_grouping(std::initializer_list<const Linear*> readers);
 
-/// What no operand can mend: a policy or a capture that this backward cannot have. Throws before
-/// anything is queued; project_backward calls it too.
-void check_plan(const Linear& linear, const LinearPlan& plan, Context& ctx);
+// Everything that could be refused, before anything is queued or changed. The functions of this
+// header check for themselves; a module checks all its layers before it runs the first.
+void check_forward(const ConstView& y, const ConstView& x, const Linear& linear, Context& ctx);
+/// All but x, which the module makes. dx or dy may have a shape and no data yet.
+void check_backward(const View& dx, const ConstView& dy, const LinearSaved& saved,
+                    const Linear& linear, const LinearPlan& plan, Context& ctx);
+/// Of linear_backward: x as it was saved, too.
+void check_linear_backward(const View& dx, const ConstView& dy, const LinearSaved& saved,
+                           const Linear& linear, Context& ctx);
 
 /// As linear_forward and linear_backward, with x in the forms that the plan asks for.
 void project_forward(const View& y, const LinearInput& input, const Linear& linear,

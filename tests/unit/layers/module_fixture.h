@@ -69,6 +69,7 @@ struct TestWeight {
   LoraFactors lora;
   std::unique_ptr<Fp8Matrix> matrix;
   std::unique_ptr<Fp8Workspace> workspace;
+  bool adapted = false;  // in the next call
   Tensor master, bias, bias_gradient, gradient, a, b, grad_a, grad_b;
 
   TestWeight(Bench& bench, const std::string& name, int64_t n, int64_t k, uint32_t seed,
@@ -106,6 +107,7 @@ struct TestWeight {
       grad_a = zeros({kRank, k});
       grad_b = zeros({n, kRank});
       lora = {a, b, grad_a, grad_b, 2.0f};
+      adapted = true;
     }
     set_trainable(options.trainable);
   }
@@ -162,7 +164,7 @@ class Module {
     for (const TestWeight& w : weights) {
       Linear linear;
       linear.weight = &w.weight;
-      linear.lora = options.lora ? &w.lora : nullptr;
+      linear.lora = w.adapted ? &w.lora : nullptr;
       linear.columnwise = options.policy;
       linear.backward_override = options.backward_override;
       linear.delay_weight_gradient = options.delay;

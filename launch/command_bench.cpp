@@ -45,7 +45,7 @@ bool parse(int argc, char** argv, Arguments& arguments) {
   set.add("json", "FILE", "write the figures there too", arguments.json);
   set.add_choice("device", "auto|cuda|host", "where to run; auto takes cuda when a GPU is visible",
                  arguments.device, parse_device_choice);
-  set.add_choice("transport", "peer|nccl|staged",
+  set.add_choice("transport", "peer|nccl|staged|peer-staged",
                  "collectives: as in finetune; gathers of fixed parts are those that peer changes",
                  arguments.transport, parse_transport);
   if (!set.parse(argc, argv, std::cout))

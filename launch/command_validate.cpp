@@ -58,8 +58,8 @@ int command_validate(int argc, char** argv) {
   set.add("json", "FILE", "write the checks there too", json);
   set.add_choice("device", "auto|cuda|host", "where to run; auto takes cuda when a GPU is visible",
                  device, parse_device_choice);
-  set.add_choice("transport", "peer|nccl|staged", "how GPU buffers travel, as in finetune",
-                 transport, parse_transport);
+  set.add_choice("transport", "peer|nccl|staged|peer-staged",
+                 "how GPU buffers travel, as in finetune", transport, parse_transport);
   if (!set.parse(argc, argv, std::cout))
     return 0;
   const ValidationMode mode = parse_validation_mode(name);

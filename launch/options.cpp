@@ -29,6 +29,9 @@ void add_execution(OptionSet& set, ExecutionOptions& options) {
                  "who computes FP8 products on Hopper: whichever was measured faster for the "
                  "shape, cuBLASLt, or our own kernel; docs/kernels.md says what it may change",
                  options.gemm, parse_gemm_backend);
+  set.add("gemm-multiprocessors", "N",
+          "of those that FP8 products on Hopper may take, to leave some to NCCL; 0 means all",
+          options.gemm_multiprocessors);
 
   set.section("Ranks (dp-replicate x dp-shard x tp = ranks started)");
   set.add("dp-shard", "N", "ranks a copy of the base is sharded over; 0 takes those left over",
@@ -51,15 +54,20 @@ void add_execution(OptionSet& set, ExecutionOptions& options) {
       "gathered until its backward, shard again over groups of N ranks, or stay gathered "
       "for the whole run",
       options.reshard_after_forward, parse_reshard_after_forward);
+  set.add("keep-over-accumulation",
+          "with --reshard-after-forward false: units stay gathered from one micro-batch of a step "
+          "to the next, and a step gathers each once",
+          options.keep_over_accumulation);
   set.add("prefetch", "N", "units gathered ahead of the one that computes, 0 to 8",
           options.prefetch);
   set.add_choice("device", "auto|cuda|host", "where to run; auto takes cuda when a GPU is visible",
                  options.device, parse_device_choice);
   set.add_choice(
-      "transport", "peer|nccl|staged",
+      "transport", "peer|nccl|staged|peer-staged",
       "how GPU buffers travel: gathers of the base and exchanges of tensor parallelism by "
-      "copy engines between the peers' memories and the rest over NCCL, all over NCCL, or "
-      "through host memory (slow; ranks may share a GPU)",
+      "copy engines between the peers' memories and the rest over NCCL, all over NCCL, "
+      "through host memory (slow; ranks may share a GPU), or gathers as peer and the rest as "
+      "staged",
       options.transport, parse_transport);
 }
 

@@ -4,9 +4,11 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
+#include <set>
 #include <vector>
 
 #include "shard/sharded_unit.h"
+#include "shard/usage_plan.h"
 
 namespace rowshard::testing {
 
@@ -97,11 +99,41 @@ inline std::vector<float> gemm_scales(const WeightSpec& weight, int version = 0)
   return scales;
 }
 
-/// A gathered unit's flat buffer: the weights are views of it, the first at its beginning.
-inline ConstView flat_buffer(ShardedUnit& unit) {
-  const bool fp8 = unit.layout().weights()[0].storage == Storage::kFp8Block;
-  const ConstView first = fp8 ? unit.fp8(0).rowwise().codes : unit.plain(0);
-  return ConstView(first.data, DType::kU8, {unit.layout().gathered_bytes()}, first.device);
+/// The weights of a gathered unit (none MX) where they lie in its flat buffer, padding zero.
+/// `bench` downloads.
+template <typename Bench>
+std::vector<uint8_t> unit_bytes(ShardedUnit& unit, Bench& bench) {
+  const UnitLayout& layout = unit.layout();
+  std::vector<uint8_t> bytes(layout.gathered_bytes(), 0);
+  for (size_t w = 0; w < layout.weights().size(); ++w) {
+    const int weight = static_cast<int>(w);
+    const bool fp8 = layout.weights()[w].storage == Storage::kFp8Block;
+    const auto own = bench.template download<uint8_t>(fp8 ? unit.fp8(weight).rowwise().codes
+                                                          : unit.plain(weight));
+    std::copy(own.begin(), own.end(), bytes.begin() + layout.offset(weight));
+  }
+  return bytes;
+}
+
+/// The units that executing a plan gathers, in order, when those in `there` are there; `there`
+/// becomes what it leaves.
+inline std::vector<int> gathers_of(const UsagePlan& plan, std::set<int>& there) {
+  std::vector<int> gathered;
+  const auto want = [&](int unit) {
+    if (there.insert(unit).second)
+      gathered.push_back(unit);
+  };
+  for (const PlanStep& step : plan.steps) {
+    if (step.gather)
+      want(step.use.unit);
+    for (const int unit : step.prefetch)
+      want(unit);
+    if (step.release)
+      there.erase(step.use.unit);
+  }
+  for (const int unit : plan.closing)
+    want(unit);
+  return gathered;
 }
 
 }  // namespace rowshard::testing

@@ -57,6 +57,10 @@ inline FinetuneOptions tiny_options(const std::string& model, const std::filesys
   return options;
 }
 
+inline bool shares_gpu(const World& world) {
+  return world.device().is_cuda() && world.size() > 1 && is_staged(world.transport());
+}
+
 /// A job whose arena is poisoned, loaded and ready for its first step.
 struct TinyRun {
   Job job;
@@ -67,7 +71,8 @@ struct TinyRun {
       : job(world, options.model, options.execution, options.recompute, to_text(options)),
         data(TokenFile::open(options.data, job.config().vocab_size)),
         trainer(job, options, data) {
-    job.arena().set_poison(true);
+    // Poisoning waits for the device twice an allocation, and ranks that share one for each other.
+    job.arena().set_poison(!shares_gpu(world));
     job.load();
     job.arena().reset_peak();
   }
@@ -91,7 +96,8 @@ struct Curve {
 
 inline void continue_curve(Curve& curve, TinyRun& run, int steps) {
   for (int i = 0; i < steps; ++i) {
-    const StepMetrics metrics = run.trainer.train_step();
+    const StepMetrics metrics =
+        run.trainer.train_step(i + 1 < steps ? Follows::kStep : Follows::kNothing);
     curve.losses.push_back(metrics.loss);
     curve.norms.push_back(metrics.grad_norm);
   }

@@ -22,9 +22,11 @@ struct Group {
 std::unique_ptr<Communicator> make_host_communicator(const Group& group, HostEngine& engine);
 /// One rank on cuda: copies on the stream.
 std::unique_ptr<Communicator> make_self_communicator(const Group& group, Device device);
-/// cuda operands through pinned host memory and `host`; blocks the host.
+/// cuda operands through pinned host memory and `host`; blocks the host. `peer`: fixed parts are
+/// read out of the peers' memory, which blocks nothing.
 std::unique_ptr<Communicator> make_staged_communicator(const Group& group, Device device,
-                                                       std::unique_ptr<Communicator> host);
+                                                       std::unique_ptr<Communicator> host,
+                                                       bool peer);
 class NcclPool;
 /// NCCL communicators whose owners are gone, for the next ones over the same ranks.
 std::shared_ptr<NcclPool> make_nccl_pool();
@@ -55,8 +57,9 @@ class PeerMemory {
   const std::string& failure() const { return failure_; }
   /// A rank's part, as this process may read and write it.
   std::byte* part(int rank) const { return const_cast<std::byte*>(parts_[rank]); }
-  /// Copies every rank's part to its place in `out`, on the copy engines.
-  void gather(const View& out, Stream& stream) const;
+  /// Copies every other rank's part to its place in `out`, and of this rank's the bytes `own`, on
+  /// the copy engines.
+  void gather(const View& out, std::span<const ByteRange> own, Stream& stream) const;
 
  private:
   ConstView part_;
@@ -65,6 +68,15 @@ class PeerMemory {
   std::vector<void*> opened_;
   std::string failure_;
 };
+
+/// A fixed part whose gathers read the peers' memory, opened through CUDA IPC, by the copy engines.
+/// Only for cuda builds. Collective over `host`, which has the same members and outlives the part;
+/// so is the part's end. Null when a rank cannot read another's part: `why_not` then says why, the
+/// same on all ranks.
+std::unique_ptr<FixedPart> fix_peer_part(const ConstView& part, std::vector<ByteRange> own,
+                                         Communicator& host, std::string& why_not);
+/// Queues the copies; false when `part` was made by another call.
+bool gather_from_peers(const View& out, const FixedPart& part, Stream& stream);
 
 /// Copies between device memories on a stream, by the copy engines.
 void copy_by_engine(std::span<void* const> to, std::span<const void* const> from,

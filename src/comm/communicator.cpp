@@ -79,10 +79,15 @@ void Communicator::all_gather(const View& out, const ConstView& in, Stream& stre
     start_all_gather(out, in, stream);
 }
 
-std::unique_ptr<FixedPart> Communicator::fix(const ConstView& part) {
+std::unique_ptr<FixedPart> Communicator::fix(const ConstView& part, std::vector<ByteRange> own) {
   ROWSHARD_CHECK(part.device == device_, ShapeError, describe("fix"), ": ",
                  rowshard::describe(part), " must be on ", device_);
-  return start_fix(part);
+  for (const ByteRange& range : own) {
+    ROWSHARD_CHECK(range.begin >= 0 && range.begin <= range.end && range.end <= part.bytes(),
+                   ShapeError, describe("fix"), ": bytes ", range.begin, " to ", range.end,
+                   " of a part of ", part.bytes());
+  }
+  return start_fix(part, std::move(own));
 }
 
 void Communicator::all_gather(const View& out, const FixedPart& part, Stream& stream) {

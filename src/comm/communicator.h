@@ -20,6 +20,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "comm/watchdog.h"
@@ -30,17 +31,24 @@ namespace rowshard {
 enum class Reduction { kSum, kMax, kMin };
 const char* to_string(Reduction reduction);
 
+struct ByteRange {
+  int64_t begin = 0, end = 0;
+};
+
 /// This rank's part of something gathered many times, whose bytes do not change: Communicator::fix.
 class FixedPart {
  public:
-  explicit FixedPart(const ConstView& part) : part_(part) {}
+  FixedPart(const ConstView& part, std::vector<ByteRange> own)
+      : part_(part), own_(std::move(own)) {}
   virtual ~FixedPart() = default;
   FixedPart(const FixedPart&) = delete;
   FixedPart& operator=(const FixedPart&) = delete;
   const ConstView& part() const { return part_; }
+  const std::vector<ByteRange>& own() const { return own_; }
 
  private:
   ConstView part_;
+  std::vector<ByteRange> own_;
 };
 
 class Communicator {
@@ -63,7 +71,12 @@ class Communicator {
   /// handle's end, which first waits for the peers' gathers of it. With that promise a gather needs
   /// neither a rendezvous nor a kernel: over the peer transport it is copies out of the peers'
   /// memory, where all ranks share a machine and can read it; elsewhere it is all_gather.
-  std::unique_ptr<FixedPart> fix(const ConstView& part);
+  ///
+  /// `own`: the bytes of this rank's own part that its gathers must deliver too, the others being
+  /// read where they lie; what is not in it is undefined in the result, and costs no copy where
+  /// that can be. Ranks may differ.
+  std::unique_ptr<FixedPart> fix(const ConstView& part, std::vector<ByteRange> own);
+  std::unique_ptr<FixedPart> fix(const ConstView& part) { return fix(part, {{0, part.bytes()}}); }
   /// all_gather of fixed parts; `part` is this communicator's.
   void all_gather(const View& out, const FixedPart& part, Stream& stream);
   /// The same with `counts[r]` elements from rank r; parts may be empty.
@@ -103,8 +116,8 @@ class Communicator {
 
  private:
   virtual void start_all_gather(const View& out, const ConstView& in, Stream& stream) = 0;
-  virtual std::unique_ptr<FixedPart> start_fix(const ConstView& part) {
-    return std::make_unique<FixedPart>(part);
+  virtual std::unique_ptr<FixedPart> start_fix(const ConstView& part, std::vector<ByteRange> own) {
+    return std::make_unique<FixedPart>(part, std::move(own));
   }
   virtual void start_fixed_all_gather(const View& out, const FixedPart& part, Stream& stream) {
     start_all_gather(out, part.part(), stream);

@@ -111,14 +111,18 @@ class HostCommunicator : public Communicator {
 
   void start_all_gather(const View& out, const ConstView& in, Stream& stream) override {
     const std::vector<int64_t> counts(size(), in.elements());
-    gather("all_gather", out, in, counts, stream);
+    gather("all_gather", out, in, counts, {{0, in.bytes()}}, stream);
+  }
+  void start_fixed_all_gather(const View& out, const FixedPart& part, Stream& stream) override {
+    const std::vector<int64_t> counts(size(), part.part().elements());
+    gather("all_gather", out, part.part(), counts, part.own(), stream);
   }
   void start_all_gather_v(const View& out, const ConstView& in, std::span<const int64_t> counts,
                           Stream& stream) override {
-    gather("all_gather_v", out, in, counts, stream);
+    gather("all_gather_v", out, in, counts, {{0, in.bytes()}}, stream);
   }
   void gather(const char* kind, const View& out, const ConstView& in,
-              std::span<const int64_t> counts, Stream& stream) {
+              std::span<const int64_t> counts, std::vector<ByteRange> own_bytes, Stream& stream) {
     Operation operation = begin(kind, stream);
     std::vector<int64_t> offsets(size() + 1, 0);  // bytes
     for (int r = 0; r < size(); ++r)
@@ -129,9 +133,11 @@ class HostCommunicator : public Communicator {
                          offsets[peer + 1] - offsets[peer]);
     });
     std::byte* own = out.byte_data() + offsets[rank()];
-    operation->then([own, in] {
-      if (own != in.data && in.bytes() > 0)
-        std::memmove(own, in.data, in.bytes());
+    operation->then([own, in, own_bytes = std::move(own_bytes)] {
+      for (const auto& [first, last] : own_bytes) {
+        if (own != in.data && last > first)
+          std::memmove(own + first, in.byte_data() + first, last - first);
+      }
     });
     launch(operation, stream);
   }

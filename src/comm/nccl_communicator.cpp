@@ -111,34 +111,6 @@ ncclComm_t connect(int size, int rank, ncclUniqueId id, Device device, const std
   return outcome.comm;
 }
 
-/// Closes what was opened only once no rank reads it any more.
-class PeerPart : public FixedPart {
- public:
-  PeerPart(const ConstView& part, std::unique_ptr<PeerMemory> memory, Communicator& host)
-      : FixedPart(part), memory_(std::move(memory)), host_(host), unwinding_(unwinding()) {}
-  ~PeerPart() override {
-    // Unwinding must not wait for peers. They may lose memory that they read: the job ends.
-    if (unwinding() > unwinding_)
-      return;
-    try {
-      synchronize(part().device);
-      host_.barrier();  // nobody reads any more
-      memory_.reset();
-      host_.barrier();  // nobody has it open any more
-    } catch (const Error& error) {
-      log_once("peer part", message("letting go of the peers' memory: ", error.what()));
-    }
-  }
-  const PeerMemory& memory() const { return *memory_; }
-
- private:
-  static int unwinding() { return std::uncaught_exceptions(); }
-
-  std::unique_ptr<PeerMemory> memory_;
-  Communicator& host_;
-  int unwinding_;
-};
-
 class NcclCommunicator : public Communicator {
  public:
   NcclCommunicator(const Group& group, Device device, std::unique_ptr<Communicator> host,
@@ -309,26 +281,24 @@ class NcclCommunicator : public Communicator {
     }
     return true;
   }
-  std::unique_ptr<FixedPart> start_fix(const ConstView& part) override {
+  std::unique_ptr<FixedPart> start_fix(const ConstView& part, std::vector<ByteRange> own) override {
     if (peer_ && part.bytes() > 0) {
-      auto memory = std::make_unique<PeerMemory>(part, *host_);
-      if (memory->failure().empty())
-        return std::make_unique<PeerPart>(part, std::move(memory), *host_);
-      log_once(message("peer ", name()),
-               message("communicator \"", name(), "\" (", rank_list(members()),
-                       ") gathers over NCCL, which takes multiprocessors from the GEMMs: ",
-                       memory->failure()));
+      std::string why_not;
+      if (auto fixed = fix_peer_part(part, own, *host_, why_not))
+        return fixed;
+      log_once(
+          message("peer ", name()),
+          message("communicator \"", name(), "\" (", rank_list(members()),
+                  ") gathers over NCCL, which takes multiprocessors from the GEMMs: ", why_not));
       peer_ = false;
     }
-    return std::make_unique<FixedPart>(part);
+    return std::make_unique<FixedPart>(part, std::move(own));
   }
   void start_fixed_all_gather(const View& out, const FixedPart& part, Stream& stream) override {
-    const auto* peer = dynamic_cast<const PeerPart*>(&part);
-    if (!peer)
-      return start_all_gather(out, part.part(), stream);
     // Nobody else takes part, so nothing can be late; a failed job must still stop here.
     watchdog_.check();
-    peer->memory().gather(out, stream);
+    if (!gather_from_peers(out, part, stream))
+      start_all_gather(out, part.part(), stream);
   }
 
   std::unique_ptr<Communicator> host_;

@@ -5,7 +5,10 @@
 #include <cuda.h>
 #include <unistd.h>
 
+#include <exception>
+
 #include "core/cuda_check.h"
+#include "core/log.h"
 
 namespace rowshard {
 namespace {
@@ -112,32 +115,39 @@ PeerMemory::~PeerMemory() {
     cudaIpcCloseMemHandle(base);
 }
 
-void PeerMemory::gather(const View& out, Stream& stream) const {
+void PeerMemory::gather(const View& out, std::span<const ByteRange> own, Stream& stream) const {
   const int size = static_cast<int>(parts_.size());
   const int64_t bytes = part_.bytes();
   std::vector<void*> to;
   std::vector<const void*> from;
+  std::vector<size_t> sizes;
+  const auto add = [&](int peer, const ByteRange& range) {
+    std::byte* slice = out.byte_data() + peer * bytes;
+    if (slice == parts_[peer] || range.begin == range.end)
+      return;
+    to.push_back(slice + range.begin);
+    from.push_back(parts_[peer] + range.begin);
+    sizes.push_back(static_cast<size_t>(range.end - range.begin));
+  };
   // Each rank begins with its neighbour, so that not all of them read rank 0 first. Its own part is
   // last: it crosses no link.
-  for (int step = 1; step <= size; ++step) {
-    const int peer = (rank_ + step) % size;
-    if (out.byte_data() + peer * bytes == parts_[peer])
-      continue;
-    to.push_back(out.byte_data() + peer * bytes);
-    from.push_back(parts_[peer]);
-  }
+  for (int step = 1; step < size; ++step)
+    add((rank_ + step) % size, {0, bytes});
+  for (const ByteRange& range : own)
+    add(rank_, range);
   if (stream.capturing()) {
     for (size_t i = 0; i < to.size(); ++i) {
-      CUDA_CHECK(cudaMemcpyAsync(to[i], from[i], static_cast<size_t>(bytes), cudaMemcpyDefault,
-                                 native(stream)));
+      CUDA_CHECK(cudaMemcpyAsync(to[i], from[i], sizes[i], cudaMemcpyDefault, native(stream)));
     }
     return;
   }
-  copy_by_engine(to, from, std::vector<size_t>(to.size(), static_cast<size_t>(bytes)), stream);
+  copy_by_engine(to, from, sizes, stream);
 }
 
 void copy_by_engine(std::span<void* const> to, std::span<const void* const> from,
                     std::span<const size_t> bytes, Stream& stream) {
+  if (to.empty())
+    return;
   cudaMemcpyAttributes attributes{};
   attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
   attributes.flags = cudaMemcpyFlagPreferOverlapWithCompute;  // also inside one memory
@@ -152,6 +162,58 @@ void copy_by_engine(std::span<void* const> to, std::span<const void* const> from
                                   const_cast<size_t*>(bytes.data()), to.size(), &attributes, &first,
                                   1, &failed, native(stream)));
 #endif
+}
+
+namespace {
+
+/// Closes what was opened only once no rank reads it any more.
+class PeerPart : public FixedPart {
+ public:
+  PeerPart(const ConstView& part, std::vector<ByteRange> own, std::unique_ptr<PeerMemory> memory,
+           Communicator& host)
+      : FixedPart(part, std::move(own)),
+        memory_(std::move(memory)),
+        host_(host),
+        unwinding_(unwinding()) {}
+  ~PeerPart() override {
+    // Unwinding must not wait for peers. They may lose memory that they read: the job ends.
+    if (unwinding() > unwinding_)
+      return;
+    try {
+      synchronize(part().device);
+      host_.barrier();  // nobody reads any more
+      memory_.reset();
+      host_.barrier();  // nobody has it open any more
+    } catch (const Error& error) {
+      log_once("peer part", message("letting go of the peers' memory: ", error.what()));
+    }
+  }
+  const PeerMemory& memory() const { return *memory_; }
+
+ private:
+  static int unwinding() { return std::uncaught_exceptions(); }
+
+  std::unique_ptr<PeerMemory> memory_;
+  Communicator& host_;
+  int unwinding_;
+};
+
+}  // namespace
+
+std::unique_ptr<FixedPart> fix_peer_part(const ConstView& part, std::vector<ByteRange> own,
+                                         Communicator& host, std::string& why_not) {
+  auto memory = std::make_unique<PeerMemory>(part, host);
+  why_not = memory->failure();
+  if (!why_not.empty())
+    return nullptr;
+  return std::make_unique<PeerPart>(part, std::move(own), std::move(memory), host);
+}
+
+bool gather_from_peers(const View& out, const FixedPart& part, Stream& stream) {
+  const auto* peer = dynamic_cast<const PeerPart*>(&part);
+  if (peer)
+    peer->memory().gather(out, part.own(), stream);
+  return peer;
 }
 
 }  // namespace rowshard

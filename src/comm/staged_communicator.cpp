@@ -2,6 +2,7 @@
 
 #if ROWSHARD_CUDA
 
+#include "comm/host_engine.h"
 #include "comm/watchdog.h"
 #include "core/cuda_check.h"
 #include "core/log.h"
@@ -35,8 +36,11 @@ class PinnedBuffer {
 
 class StagedCommunicator : public Communicator {
  public:
-  StagedCommunicator(const Group& group, Device device, std::unique_ptr<Communicator> host)
-      : Communicator(group.name, group.members, group.rank, device), host_(std::move(host)) {}
+  StagedCommunicator(const Group& group, Device device, std::unique_ptr<Communicator> host,
+                     bool peer)
+      : Communicator(group.name, group.members, group.rank, device),
+        host_(std::move(host)),
+        peer_(peer) {}
 
  private:
   View take(PinnedBuffer& buffer, const ConstView& from, Stream& stream) {
@@ -130,8 +134,25 @@ class StagedCommunicator : public Communicator {
     }
   }
   void start_barrier() override { host_->barrier(); }
+  std::unique_ptr<FixedPart> start_fix(const ConstView& part, std::vector<ByteRange> own) override {
+    if (peer_ && part.bytes() > 0) {
+      std::string why_not;
+      if (auto fixed = fix_peer_part(part, own, *host_, why_not))
+        return fixed;
+      log_once(message("peer ", name()),
+               message("communicator \"", name(), "\" (", rank_list(members()),
+                       ") gathers through host memory: ", why_not));
+      peer_ = false;
+    }
+    return std::make_unique<FixedPart>(part, std::move(own));
+  }
+  void start_fixed_all_gather(const View& out, const FixedPart& part, Stream& stream) override {
+    if (!gather_from_peers(out, part, stream))
+      start_all_gather(out, part.part(), stream);
+  }
 
   std::unique_ptr<Communicator> host_;
+  bool peer_;
   Stream host_stream_{kHost};  // "compute": collectives on it are finished when they return
   PinnedBuffer in_;
   PinnedBuffer out_;
@@ -142,8 +163,9 @@ class StagedCommunicator : public Communicator {
 }  // namespace
 
 std::unique_ptr<Communicator> make_staged_communicator(const Group& group, Device device,
-                                                       std::unique_ptr<Communicator> host) {
-  return std::make_unique<StagedCommunicator>(group, device, std::move(host));
+                                                       std::unique_ptr<Communicator> host,
+                                                       bool peer) {
+  return std::make_unique<StagedCommunicator>(group, device, std::move(host), peer);
 }
 
 }  // namespace rowshard

@@ -71,6 +71,8 @@ const char* to_string(CudaTransport transport) {
       return "nccl";
     case CudaTransport::kStaged:
       return "staged";
+    case CudaTransport::kPeerStaged:
+      return "peer-staged";
   }
   return "?";
 }
@@ -134,7 +136,7 @@ void World::choose_device(DeviceKind kind) {
     int index = launch_.local_rank;
     if (count == 1)
       index = 0;  // one visible to each rank; a shared one is found below
-    if (transport_ == CudaTransport::kStaged && count > 0)
+    if (is_staged(transport_) && count > 0)
       index = launch_.local_rank % count;
     device_ = {DeviceKind::kCuda, index};
     set_device(device_);
@@ -148,7 +150,7 @@ void World::choose_device(DeviceKind kind) {
       errors += (errors.empty() ? "" : "; ") + text;
   }
   ROWSHARD_CHECK(errors.empty(), DeviceError, errors);
-  if (transport_ == CudaTransport::kStaged)
+  if (is_staged(transport_))
     return;
   for (const auto& [gpu, ranks] : group_by(bootstrap_->all_gather(uuid))) {
     ROWSHARD_CHECK(ranks.size() == 1, SharedGpuError, rank_list(ranks),
@@ -199,8 +201,9 @@ std::unique_ptr<Communicator> World::make(const std::string& name, const std::ve
     return make_self_communicator(group, device);
 #if ROWSHARD_CUDA
   auto host = make_host_communicator(group, bootstrap_->engine());
-  if (transport_ == CudaTransport::kStaged) {
-    return make_staged_communicator(group, device, std::move(host));
+  if (is_staged(transport_)) {
+    return make_staged_communicator(group, device, std::move(host),
+                                    transport_ == CudaTransport::kPeerStaged);
   }
   if (!nccl_pool_)
     nccl_pool_ = make_nccl_pool();

@@ -24,12 +24,17 @@ class NcclPool;
 
 /// How cuda buffers travel between ranks.
 enum class CudaTransport {
-  kPeer,    // fixed parts by the copy engines, out of the peers' memory; all else over NCCL
-  kNccl,    // everything over NCCL
-  kStaged,  // pinned host memory and the host communicator: slow, bit-reproducible, and several
-            // ranks may share one GPU
+  kPeer,        // fixed parts by the copy engines, out of the peers' memory; all else over NCCL
+  kNccl,        // everything over NCCL
+  kStaged,      // pinned host memory and the host communicator: slow, bit-reproducible, and several
+                // ranks may share one GPU
+  kPeerStaged,  // fixed parts as kPeer, all else as kStaged: kPeer's gathers on one GPU
 };
-const char* to_string(CudaTransport transport);  // "peer", "nccl", "staged"
+const char* to_string(CudaTransport transport);  // "peer", "nccl", "staged", "peer-staged"
+/// Whether several ranks may share one GPU.
+inline bool is_staged(CudaTransport transport) {
+  return transport == CudaTransport::kStaged || transport == CudaTransport::kPeerStaged;
+}
 
 /// Two ranks were given one GPU.
 class SharedGpuError : public ConfigError {
@@ -40,7 +45,7 @@ class SharedGpuError : public ConfigError {
 class World {
  public:
   /// Picks the device by local rank (index 0 where CUDA_VISIBLE_DEVICES leaves each rank one GPU),
-  /// makes it current, and refuses two ranks on one GPU, naming both (not when staged).
+  /// makes it current, and refuses two ranks on one GPU, naming both (not when is_staged).
   static std::unique_ptr<World> create(const LaunchEnvironment& launch, DeviceKind kind,
                                        CudaTransport transport = CudaTransport::kPeer);
   ~World();

@@ -34,6 +34,7 @@ int64_t resolve_seq_len(int64_t seq_len, const ModelConfig& config) {
 PlanPolicy plan_policy(const ExecutionOptions& execution) {
   PlanPolicy policy;
   policy.prefetch = execution.prefetch;
+  policy.keep = execution.keep_over_accumulation;
   const ReshardAfterForward& reshard = execution.reshard_after_forward;
   switch (reshard.mode) {
     case ReshardAfterForward::Mode::kTrue:
@@ -83,6 +84,7 @@ DecoderOptions decoder_options(const ExecutionOptions& execution, Recompute reco
   options.activations = device == DeviceKind::kHost ? DType::kF32 : DType::kBF16;
   options.plan = plan_policy(execution);
   set_gemm_backend(execution.gemm);
+  set_gemm_multiprocessors(execution.gemm_multiprocessors);
   options.columnwise = columnwise_policy(execution.columnwise);
   options.recompute = recompute == Recompute::kBlock;
   return options;

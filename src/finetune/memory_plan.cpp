@@ -166,23 +166,36 @@ MemoryPlan plan_memory(const ModelConfig& config, const FinetuneOptions& options
   const PlannedBatches batches = planned_batches(options, config, mesh.data_parallel());
   MemoryPlan plan;
   arena.reset_peak();
-  const auto train = [&](const MicroBatch& host) {
+  const auto train = [&](const MicroBatch& host, Follows follows) {
     const DeviceBatch batch = model.batch(host.input_ids, host.labels, host.cu_seqlens);
-    model.train(batch, adapters, 1.0, loss_sum, Dropout{});
+    model.train(batch, adapters, 1.0, loss_sum, Dropout{}, follows);
   };
+  // A step between others: what it begins with was left by the one before. Recorded passes leave
+  // nothing.
+  const Follows next =
+      options.cuda_graph || options.max_steps == 1 ? Follows::kNothing : Follows::kStep;
+  const Follows within = options.cuda_graph ? Follows::kNothing : Follows::kMicroBatch;
   for (const MicroBatch& host : batches.largest) {
     plan.tokens = std::max(plan.tokens, host.tokens());
-    train(host);
+    if (options.grad_accum > 1)
+      train(host, within);
+    train(host, next);
   }
   regather.reset_wire_bytes();
   gather.reset_wire_bytes();  // what is gathered once for the run is there by now
   tp.reset_wire_bytes();
   // Units have one size; activations that travel have those of the micro-batch.
-  for (const MicroBatch& host : batches.step)
-    train(host);
+  for (size_t k = 0; k < batches.step.size(); ++k) {
+    train(batches.step[k], k + 1 < batches.step.size() ? within : next);
+  }
+  plan.wire_bytes = gather.wire_bytes() + regather.wire_bytes() + tp.wire_bytes();
   reduce.reset_wire_bytes();
+  tp.reset_wire_bytes();
+  kv.reset_wire_bytes();
   optimizer.update(0, 1);
   reduce.all_reduce(loss_sum, Reduction::kSum, stream);
+  plan.wire_bytes += reduce.wire_bytes() + tp.wire_bytes() + kv.wire_bytes();
+  model.scheduler().drop_left();  // as after the last step
 
   plan.ranks = mesh.size();
   plan.trainable = adapters.trainable();
@@ -191,9 +204,7 @@ MemoryPlan plan_memory(const ModelConfig& config, const FinetuneOptions& options
       base_parameters(DecoderUnits(config, DecoderSlice::whole(config), Storage::kPlain,
                                    model.options().activations, mesh.dp_shard)
                           .layouts());
-  plan.usage = model.training_plan(adapters.lowest_block());
-  plan.wire_bytes = gather.wire_bytes() + regather.wire_bytes() + reduce.wire_bytes() +
-                    tp.wire_bytes() + kv.wire_bytes();
+  plan.usage = model.training_plan(adapters.lowest_block(), options.grad_accum > 1 ? within : next);
   const auto planned = [](const CategoryBytes& bytes) {
     return CategoryPlan{bytes.now, bytes.peak};
   };
@@ -266,6 +277,10 @@ std::string to_json(const MemoryPlan& plan) {
     entry["after"] = after(step);
     json["usage"].push_back(std::move(entry));
   }
+  // What the step before has gathered already, and what this one leaves for the next.
+  json["opening"] = nlohmann::ordered_json::array();
+  for (const int unit : plan.usage.opening)
+    json["opening"].push_back(plan.units[unit].name());
   return json.dump(2);
 }
 

@@ -31,9 +31,10 @@ constexpr Names<ColumnwisePolicy, 4> kPolicies{{{ColumnwisePolicy::kRelease, "re
 constexpr Names<GemmBackend, 3> kGemmBackends{{{GemmBackend::kAuto, "auto"},
                                                {GemmBackend::kCublasLt, "cublaslt"},
                                                {GemmBackend::kOwn, "own"}}};
-constexpr Names<CudaTransport, 3> kTransports{{{CudaTransport::kPeer, "peer"},
+constexpr Names<CudaTransport, 4> kTransports{{{CudaTransport::kPeer, "peer"},
                                                {CudaTransport::kNccl, "nccl"},
-                                               {CudaTransport::kStaged, "staged"}}};
+                                               {CudaTransport::kStaged, "staged"},
+                                               {CudaTransport::kPeerStaged, "peer-staged"}}};
 constexpr Names<SumDType, 2> kSumDTypes{{{SumDType::kBf16, "bf16"}, {SumDType::kFp32, "fp32"}}};
 constexpr Names<DeviceChoice, 3> kDevices{
     {{DeviceChoice::kAuto, "auto"}, {DeviceChoice::kCuda, "cuda"}, {DeviceChoice::kHost, "host"}}};
@@ -160,6 +161,11 @@ void check(const ExecutionOptions& options) {
                    ConfigError, "--reshard-after-forward ", reshard.group,
                    " does not divide --dp-shard ", options.dp_shard);
   }
+  ROWSHARD_CHECK(
+      !options.keep_over_accumulation || reshard.mode == ReshardAfterForward::Mode::kFalse,
+      ConfigError, "--keep-over-accumulation true keeps what --reshard-after-forward ",
+      to_string(reshard), " does not leave gathered: use it with --reshard-after-forward false");
+  check_at_least("--gemm-multiprocessors", options.gemm_multiprocessors, 0);
   ROWSHARD_CHECK(options.columnwise != ColumnwisePolicy::kDirect || options.recipe != Recipe::kMx,
                  ConfigError,
                  "--columnwise direct reads 128x128 blocks and does not go with --recipe mx: use "

@@ -78,9 +78,13 @@ struct ExecutionOptions {
   bool tp_overlap = true;         // transfers run beside the products; off to compare, same bits
   SumDType tp_sums = SumDType::kBf16;  // what partial products travel in
   ReshardAfterForward reshard_after_forward;
+  /// With `false`: units stay gathered from one micro-batch of a step to the next, so that a step
+  /// gathers each once.
+  bool keep_over_accumulation = false;
   ColumnwisePolicy columnwise = ColumnwisePolicy::kRelease;
   GemmBackend gemm = GemmBackend::kAuto;  // who computes FP8 products on Hopper
-  int prefetch = 1;                       // units gathered ahead, 0 … 8
+  int gemm_multiprocessors = 0;           // bound for FP8 products on Hopper; 0: all
+  int prefetch = 2;                       // units gathered ahead, 0 … 8
   DeviceChoice device = DeviceChoice::kAuto;
   CudaTransport transport = CudaTransport::kPeer;  // how cuda buffers travel between ranks
 };

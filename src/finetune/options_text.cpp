@@ -8,9 +8,9 @@ std::string to_text(const ExecutionOptions& o) {
   return message("recipe ", to_string(o.recipe), " dp_shard ", o.dp_shard, " dp_replicate ",
                  o.dp_replicate, " tp ", o.tp, " sequence_parallel ", o.sequence_parallel,
                  " tp_overlap ", o.tp_overlap, " tp_sums ", to_string(o.tp_sums), " reshard ",
-                 to_string(o.reshard_after_forward), " columnwise ", to_string(o.columnwise),
-                 " gemm ", to_string(o.gemm), " prefetch ", o.prefetch, " device ",
-                 to_string(o.device));
+                 to_string(o.reshard_after_forward), " keep ", o.keep_over_accumulation,
+                 " columnwise ", to_string(o.columnwise), " gemm ", to_string(o.gemm), " ",
+                 o.gemm_multiprocessors, " prefetch ", o.prefetch, " device ", to_string(o.device));
 }
 
 std::string to_text(const FinetuneOptions& o) {

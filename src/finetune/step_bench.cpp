@@ -36,7 +36,7 @@ class StepBench {
     std::vector<Mode> modes{
         {to_string(options_.execution.reshard_after_forward), job().model().options().plan}};
     if (options_.baseline && modes[0].plan.reshard != ReshardMode::kResident &&
-        job().mesh().dp_shard > 1)
+        (job().mesh().dp_shard > 1 || !job().tensor_parallel()))
       modes.push_back({"resident", resident});
     const bool compared = modes.size() == 2;
     if (options_.baseline && options_.cuda_graph) {
@@ -82,7 +82,7 @@ class StepBench {
   Job& job() { return run_.job(); }
 
   void step() {
-    const SyntheticRun::Step step = run_.step(/*lr=*/0);
+    const SyntheticRun::Step step = run_.step(/*lr=*/0, Follows::kStep);
     if (run_.steps() == 1)
       first_ = step;
     ROWSHARD_CHECK(step == first_, Error, "step ", run_.steps(), " gave loss ", step.loss,

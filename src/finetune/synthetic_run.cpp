@@ -98,7 +98,7 @@ SyntheticRun::SyntheticRun(World& world, const SyntheticOptions& options)
     graphs_.emplace(job_, adapters_, optimizer_, loss_sum_);
 }
 
-SyntheticRun::Step SyntheticRun::step(double lr) {
+SyntheticRun::Step SyntheticRun::step(double lr, Follows follows) {
   Context& ctx = job_.context();
   fill_bytes(adapters_.gradients(), 0, ctx.stream);
   fill_bytes(loss_sum_, 0, ctx.stream);
@@ -113,8 +113,10 @@ SyntheticRun::Step SyntheticRun::step(double lr) {
       graphs_->train(batch, 1.0 / tokens, Dropout{});
     graphs_->update(lr, steps_);
   } else {
-    for (const auto& batch : batches_)
-      job_.model().train(*batch, adapters_, 1.0 / tokens, loss_sum_, Dropout{});
+    for (const auto& batch : batches_) {
+      job_.model().train(*batch, adapters_, 1.0 / tokens, loss_sum_, Dropout{},
+                         batch != batches_.back() ? Follows::kMicroBatch : follows);
+    }
     optimizer_.update(lr, steps_);
   }
   Step result;
@@ -127,8 +129,10 @@ SyntheticRun::Step SyntheticRun::step(double lr) {
 
 double SyntheticRun::evaluate() {
   fill_bytes(loss_sum_, 0, job_.context().stream);
-  for (const auto& batch : batches_)
-    job_.model().evaluate(*batch, &adapters_, loss_sum_);
+  for (const auto& batch : batches_) {
+    job_.model().evaluate(*batch, &adapters_, loss_sum_,
+                          batch != batches_.back() ? Follows::kMicroBatch : Follows::kNothing);
+  }
   return job_.reduce_sum(loss_sum_) /
          static_cast<double>(options_.tokens * options_.grad_accum * job_.data_size());
 }

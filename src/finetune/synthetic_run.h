@@ -37,7 +37,8 @@ class SyntheticRun {
     double loss = 0, grad_norm = 0;
     bool operator==(const Step&) const = default;
   };
-  Step step(double lr);
+  /// `follows`: kStep when another step comes next. A replayed step leaves nothing for it.
+  Step step(double lr, Follows follows = Follows::kNothing);
   /// Whether steps replay recorded graphs; only with options().cuda_graph, and then at first.
   void use_graphs(bool use) { use_graphs_ = use; }
   /// Mean loss of the step's batches, without training.

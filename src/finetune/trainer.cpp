@@ -55,7 +55,7 @@ Trainer::Trainer(Job& job, const FinetuneOptions& options, const TokenFile& data
     graphs_.emplace(job, *adapters_, *optimizer_, loss_sum_);
 }
 
-StepMetrics Trainer::train_step() {
+StepMetrics Trainer::train_step(Follows follows) {
   Context& ctx = job_.context();
   const double begin = now_seconds();
   const int64_t wire = job_.wire_bytes();
@@ -77,11 +77,12 @@ StepMetrics Trainer::train_step() {
     dropout.random.stream = (slot + 1) << 20;
     const double scale = valid > 0 ? 1.0 / valid : 0.0;
     if (graphs_) {
-      graphs_->train(host, scale, dropout);
+      graphs_->train(host, scale, dropout);  // leaves nothing for what follows
       continue;
     }
     const DeviceBatch batch = job_.model().batch(host.input_ids, host.labels, host.cu_seqlens);
-    job_.model().train(batch, *adapters_, scale, loss_sum_, dropout);
+    job_.model().train(batch, *adapters_, scale, loss_sum_, dropout,
+                       k + 1 < options_.grad_accum ? Follows::kMicroBatch : follows);
   }
   StepMetrics metrics;
   metrics.lr = schedule_.lr(step_ + 1);
@@ -119,7 +120,8 @@ EvalMetrics evaluate_all(Job& job, const EvalBatches& batches, const AdapterSet*
   for (int64_t i = 0; i < batches.count(); ++i) {
     const MicroBatch host = batches.micro_batch(i, job.data_rank());
     const DeviceBatch batch = job.model().batch(host.input_ids, host.labels, host.cu_seqlens);
-    job.model().evaluate(batch, adapters, loss_sum);
+    job.model().evaluate(batch, adapters, loss_sum,
+                         i + 1 < batches.count() ? Follows::kMicroBatch : Follows::kNothing);
   }
   EvalMetrics metrics;
   metrics.step = step;
@@ -206,7 +208,11 @@ void run_finetune(World& world, const FinetuneOptions& options, Reporter& report
   if (!options.trace.empty())
     trace.emplace(job.context().stream);
   while (trainer.step() < trainer.max_steps()) {
-    const StepMetrics step = trainer.train_step();
+    const int64_t next = trainer.step() + 1;
+    const bool last = next == trainer.max_steps();
+    const bool evaluates = last || (options.eval_every > 0 && next % options.eval_every == 0);
+    const StepMetrics step =
+        trainer.train_step(last || (evaluates && eval) ? Follows::kNothing : Follows::kStep);
     if (metrics)
       metrics->write(step, job.arena());
     ProgressState progress;
@@ -220,8 +226,7 @@ void run_finetune(World& world, const FinetuneOptions& options, Reporter& report
       write_trace(*trace, options.trace, world);
       trace.reset();
     }
-    const bool last = step.step == trainer.max_steps();
-    if (last || (options.eval_every > 0 && step.step % options.eval_every == 0))
+    if (evaluates)
       evaluate();
     if (last || (options.save_every > 0 && step.step % options.save_every == 0)) {
       trainer.save(output / message("checkpoint-", step.step));

@@ -27,8 +27,9 @@ class Trainer {
   const Batches& batches() const { return batches_; }
   const StepGraphs* graphs() const { return graphs_ ? &*graphs_ : nullptr; }  // with cuda_graph
 
-  /// One optimiser step.
-  StepMetrics train_step();
+  /// One optimiser step. `follows`: kStep when another one comes next, whose first gathers then
+  /// begin before this one's update.
+  StepMetrics train_step(Follows follows = Follows::kNothing);
   /// Mean loss over every sample of the file.
   EvalMetrics evaluate(const EvalBatches& batches);
 

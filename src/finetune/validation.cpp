@@ -90,6 +90,8 @@ std::string describe(const SyntheticOptions& o) {
   return message(
       "reshard ", to_string(o.execution.reshard_after_forward), " prefetch ", o.execution.prefetch,
       " columnwise ", to_string(o.execution.columnwise), " recompute ", to_string(o.recompute),
+      o.grad_accum == 1 ? "" : message(" micro-batches ", o.grad_accum),
+      o.execution.keep_over_accumulation ? " kept over them" : "",
       o.execution.tp == 1
           ? ""
           : message(" tp ", o.execution.tp, o.execution.sequence_parallel ? " sequence" : "",
@@ -119,7 +121,7 @@ class Validation {
   Outcome train(SyntheticRun& run, int steps = kSteps) {
     Outcome outcome;
     for (int i = 0; i < steps; ++i)
-      outcome.steps.push_back(run.step(kLr));
+      outcome.steps.push_back(run.step(kLr, i + 1 < steps ? Follows::kStep : Follows::kNothing));
     outcome.parameters = run.parameters();
     return outcome;
   }
@@ -187,10 +189,11 @@ class Validation {
               plan_memory(options.model, plan_options(options), world_.device().kind);
           SyntheticRun run(world_, options);
           run.job().arena().reset_peak();
-          run.step(kLr);
+          run.step(kLr, Follows::kStep);
           const int64_t before = run.job().wire_bytes();
-          run.step(kLr);
+          run.step(kLr, Follows::kStep);  // as most: between others
           const int64_t wire = run.job().wire_bytes() - before;
+          run.step(kLr);
           const Arena& arena = run.job().arena();
           const bool resident = options.execution.reshard_after_forward.mode == Mode::kResident;
           for (const Category category :
@@ -244,7 +247,8 @@ class Validation {
                   options.execution.reshard_after_forward.mode != Mode::kResident) {
                 return "units left gathered";
               }
-              outcome.steps.push_back(run.step(kLr));
+              // Another step is announced, and does not come at once.
+              outcome.steps.push_back(run.step(kLr, Follows::kStep));
             }
             outcome.parameters = run.parameters();
             // Before its update, a step's loss is the validation's of the same batches.
@@ -422,14 +426,22 @@ ValidationReport validate(World& world, ValidationMode mode) {
       validation.options_that_differ(base);
       break;
     }
-    case ValidationMode::kFsdp2Keep:
+    case ValidationMode::kFsdp2Keep: {
       validation.same_bits("keep and resident against reshard",
                            variants(base, {{Mode::kFalse}, {Mode::kResident}}));
       for (const Mode keep : {Mode::kFalse, Mode::kResident}) {
         validation.bytes_as_planned(with(base, {keep}));
         validation.other_phases(with(base, {keep}));
       }
+      SyntheticOptions accumulated = base, kept = with(base, {Mode::kFalse});
+      accumulated.grad_accum = kept.grad_accum = 3;
+      kept.execution.keep_over_accumulation = true;
+      validation.same_bits("three micro-batches, units kept from one to the next or not",
+                           {accumulated, with(accumulated, {Mode::kFalse}), kept,
+                            with(accumulated, {Mode::kResident})});
+      validation.bytes_as_planned(kept);
       break;
+    }
     case ValidationMode::kHsdp: {
       if (size % 2 != 0) {
         report.skipped = message("hsdp needs an even number of ranks; ", size, " were started");

@@ -2,6 +2,7 @@
 
 #include "core/cuda_check.h"
 #include "fp8/gemm_1d2d.h"
+#include "fp8/gemm_path.h"
 
 namespace rowshard::cuda {
 
@@ -25,7 +26,8 @@ void fp8_dgrad_rowwise(const View& dx, const ConstFp8View& dy, const ConstFp8Vie
   product.m = dx.dim(0);
   product.n = w.inner();
   product.k = w.outer();
-  gemm_1d2d(product, multiprocessor_count(ctx.device()), ctx.stream.native());
+  gemm_1d2d(product, product_multiprocessors(multiprocessor_count(ctx.device())),
+            ctx.stream.native());
 }
 
 }  // namespace rowshard::cuda

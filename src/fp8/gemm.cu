@@ -149,7 +149,8 @@ void own_gemm(const View& y, const ConstFp8View& x, const ConstFp8View& w,
   product.m = x.outer();
   product.n = w.outer();
   product.k = x.inner();
-  gemm_1d2d(product, known<multiprocessor_count>(ctx.device()), ctx.stream.native());
+  gemm_1d2d(product, product_multiprocessors(known<multiprocessor_count>(ctx.device())),
+            ctx.stream.native());
 }
 
 void check_limits(const View& y, const ConstFp8View& x, const ConstFp8View& w,

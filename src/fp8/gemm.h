@@ -51,6 +51,10 @@ const char* to_string(GemmBackend backend);  // "auto", "cublaslt", "own"
 /// Of the process; kAuto at first. To be set before the first product is planned.
 void set_gemm_backend(GemmBackend backend);
 GemmBackend gemm_backend();
+/// Multiprocessors that FP8 products on Hopper may take, of the process; 0, as at first: all. Fewer
+/// leave some to what runs beside them. To be set before the first product.
+void set_gemm_multiprocessors(int count);
+int gemm_multiprocessors();
 /// kOwn or kCublasLt: who computes a product of e4m3 codes into bf16 under the process' setting.
 GemmBackend gemm_backend_of(int64_t m, int64_t n, int64_t k);
 

@@ -147,6 +147,8 @@ class Plan {
       set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
       set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, key.y() == DType::kF16 ? CUDA_R_16F : CUDA_R_16BF);
     }
+    if (gemm_multiprocessors() > 0)
+      set(CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET, int32_t{gemm_multiprocessors()});
     point(pointers);  // the heuristic looks at them: a descriptor without is refused
     CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&a_.handle, cuda_type(key.w()), key.k, key.n, key.k));
     CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&b_.handle, cuda_type(key.x()), key.k, key.m, key.k));

@@ -8,6 +8,7 @@ namespace rowshard {
 namespace {
 
 std::atomic<GemmBackend> backend_now{GemmBackend::kAuto};
+std::atomic<int> multiprocessors_now{0};
 
 // Multiprocessors of the cards the measurements are from, H100 and H200.
 constexpr int kMultiprocessors = 132;
@@ -41,6 +42,14 @@ void set_gemm_backend(GemmBackend backend) {
 }
 GemmBackend gemm_backend() {
   return backend_now.load(std::memory_order_relaxed);
+}
+
+void set_gemm_multiprocessors(int count) {
+  ROWSHARD_CHECK(count >= 0, ConfigError, "products on ", count, " multiprocessors");
+  multiprocessors_now = count;
+}
+int gemm_multiprocessors() {
+  return multiprocessors_now.load(std::memory_order_relaxed);
 }
 
 GemmBackend gemm_backend_of(int64_t m, int64_t n, int64_t k) {

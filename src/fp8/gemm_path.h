@@ -26,4 +26,10 @@ GemmChoice choose_gemm(int capability, Grouping x, Grouping w, int64_t n, int64_
 bool own_gemm_runs(DType y, const ConstFp8View& x, const ConstFp8View& w);
 bool own_gemm_chosen(GemmBackend backend, DType y, const ConstFp8View& x, const ConstFp8View& w);
 
+/// Of a device that has `all`, as set_gemm_multiprocessors bounds them.
+inline int product_multiprocessors(int all) {
+  const int bound = gemm_multiprocessors();
+  return bound > 0 && bound < all ? bound : all;
+}
+
 }  // namespace rowshard

@@ -147,13 +147,8 @@ DecoderModel::DecoderModel(const ModelConfig& config, const DecoderOptions& opti
 
 void DecoderModel::set_plan(const PlanPolicy& policy) {
   options_.plan = policy;
-  planned_lowest_ = -1;
+  plans_.clear();
   ++changes_;
-  const auto forward = [&](Phase phase) {
-    return UsagePlan::make(phase, units_.forward_uses(), units_.count(), policy);
-  };
-  validation_plan_ = forward(Phase::kValidation);
-  inference_plan_ = forward(Phase::kInference);
 }
 
 void DecoderModel::load(UnitSource& source) {
@@ -190,18 +185,26 @@ void DecoderModel::enter(Phase phase) {
   }
 }
 
-const UsagePlan& DecoderModel::training_plan(int64_t lowest_block) {
-  if (planned_lowest_ != lowest_block) {
-    training_plan_ =
-        UsagePlan::make(Phase::kTraining, units_.training_uses(lowest_block, options_.recompute),
-                        units_.count(), options_.plan);
-    planned_lowest_ = lowest_block;
+const UsagePlan& DecoderModel::training_plan(int64_t lowest_block, Follows follows) {
+  if (planned_lowest_ != lowest_block)
+    plans_.clear();
+  planned_lowest_ = lowest_block;
+  UsagePlan& plan = plans_[{Phase::kTraining, follows}];
+  if (plan.steps.empty()) {
+    plan = UsagePlan::make(Phase::kTraining, units_.training_uses(lowest_block, options_.recompute),
+                           units_.count(), options_.plan, follows);
   }
-  return training_plan_;
+  return plan;
 }
 
-const UsagePlan& DecoderModel::forward_plan(Phase phase) {
-  return phase == Phase::kValidation ? validation_plan_ : inference_plan_;
+const UsagePlan& DecoderModel::forward_plan(Phase phase, Follows follows) {
+  UsagePlan& plan = plans_[{phase, follows}];
+  if (plan.steps.empty()) {
+    PlanPolicy policy = options_.plan;
+    policy.keep = false;
+    plan = UsagePlan::make(phase, units_.forward_uses(), units_.count(), policy, follows);
+  }
+  return plan;
 }
 
 BlockWeights DecoderModel::block_weights(ShardedUnit& unit, const BlockIndices& at) const {
@@ -343,10 +346,11 @@ void DecoderModel::parallel_head_loss(ShardedUnit& unit, const DeviceBatch& batc
 }
 
 void DecoderModel::train(const DeviceBatch& batch, const AdapterSet& adapters,
-                         Argument<double> scale, const View& loss_sum, const Dropout& dropout) {
+                         Argument<double> scale, const View& loss_sum, const Dropout& dropout,
+                         Follows follows) {
   const int64_t lowest = adapters.lowest_block();
   enter(Phase::kTraining);
-  scheduler_->begin(training_plan(lowest));
+  scheduler_->begin(training_plan(lowest, follows));
   PassGuard guard(*scheduler_);
   const bool empty = batch.tokens() == 0;
 
@@ -436,8 +440,8 @@ Tensor DecoderModel::forward_only(const DeviceBatch& batch, const AdapterSet* ad
 }
 
 void DecoderModel::evaluate(const DeviceBatch& batch, const AdapterSet* adapters,
-                            const View& loss_sum) {
-  scheduler_->begin(forward_plan(Phase::kValidation));
+                            const View& loss_sum, Follows follows) {
+  scheduler_->begin(forward_plan(Phase::kValidation, follows));
   PassGuard guard(*scheduler_);
   Tensor x = forward_only(batch, adapters);
   ShardedUnit& head = scheduler_->acquire(units_.head(), Pass::kForward);

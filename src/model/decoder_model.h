@@ -7,6 +7,7 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <memory>
 
 #include "layers/vocabulary_parallel.h"
@@ -100,18 +101,22 @@ class DecoderModel {
 
   /// Adds Σ loss to loss_sum [1] f64 and leaves gradients of (Σ loss · scale) in the adapters.
   /// `dropout` has a random stream of its own for this micro-batch; each adapter offsets it. May be
-  /// recorded, after the same shape was trained once (attention_layout, layers/linear.h).
+  /// recorded, after the same shape was trained once (attention_layout, layers/linear.h), when
+  /// nothing follows. `follows`: whether another `train` comes next, whose first gathers then begin
+  /// here.
   void train(const DeviceBatch& batch, const AdapterSet& adapters, Argument<double> scale,
-             const View& loss_sum, const Dropout& dropout);
-  /// Adds Σ loss to loss_sum. Drops and makes nothing that training needs.
-  void evaluate(const DeviceBatch& batch, const AdapterSet* adapters, const View& loss_sum);
+             const View& loss_sum, const Dropout& dropout, Follows follows = Follows::kNothing);
+  /// Adds Σ loss to loss_sum. Drops and makes nothing that training needs. `follows`: another
+  /// `evaluate`.
+  void evaluate(const DeviceBatch& batch, const AdapterSet* adapters, const View& loss_sum,
+                Follows follows = Follows::kNothing);
   /// logits [rows, V] f32 at the given rows of the batch.
   void logits(const DeviceBatch& batch, const AdapterSet* adapters, const ConstView& rows,
               const View& logits);
 
-  /// The usage plans of this model.
-  const UsagePlan& training_plan(int64_t lowest_block);
-  const UsagePlan& forward_plan(Phase phase);
+  /// The usage plans of this model; they live until the next call with another policy or block.
+  const UsagePlan& training_plan(int64_t lowest_block, Follows follows = Follows::kNothing);
+  const UsagePlan& forward_plan(Phase phase, Follows follows = Follows::kNothing);
 
  private:
   void enter(Phase phase);
@@ -137,7 +142,7 @@ class DecoderModel {
   std::vector<std::unique_ptr<ShardedUnit>> sharded_;
   std::unique_ptr<UsageScheduler> scheduler_;
   RopeTable rope_;
-  UsagePlan training_plan_, validation_plan_, inference_plan_;
+  std::map<std::pair<Phase, Follows>, UsagePlan> plans_;
   int64_t planned_lowest_ = -1;
   int64_t changes_ = 0;
   SourceMaker source_;

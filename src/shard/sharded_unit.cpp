@@ -17,6 +17,12 @@ ShardedUnit::ShardedUnit(UnitLayout layout, Communicator& gather_group, Arena& a
   ROWSHARD_CHECK(!regather_group || layout_.ranks() % regather_group->size() == 0, LogicError,
                  "unit ", name(), " over ", layout_.ranks(), " ranks cannot be sharded over ",
                  regather_group ? regather_group->size() : 0);
+  in_shard_.assign(layout_.weights().size(), -1);
+  for (const UnitLayout::Piece& piece : layout_.pieces(gather_group.rank())) {
+    const bool whole = piece.end - piece.begin == layout_.weights()[piece.weight].bytes();
+    if (whole && !slices())
+      in_shard_[piece.weight] = piece.shard_offset;
+  }
   allocate();
   home_.assign(layout_.weights().size(), {-1, -1});
   for (const TrainableLayout& part : layout_.trainable()) {
@@ -58,10 +64,20 @@ void ShardedUnit::allocate() {
       weights, [](const WeightSpec& weight) { return weight.storage == Storage::kMxColumnwise; });
   shard_ = arena_.allocate(columnwise ? Category::kColumnwise : Category::kRowwiseShard, name(),
                            layout_.shard_bytes());
-  if (layout_.ranks() > 1) {
-    fixed_ = gather_group_.fix(
-        ConstView(shard_.data(), DType::kU8, {layout_.shard_bytes()}, arena_.device()));
+  if (layout_.ranks() == 1)
+    return;
+  std::vector<ByteRange> copied;
+  if (slices())
+    copied.push_back({0, layout_.shard_bytes()});
+  for (const UnitLayout::Piece& piece : layout_.pieces(gather_group_.rank())) {
+    if (!slices() && in_shard_[piece.weight] < 0)
+      copied.push_back({piece.shard_offset, piece.shard_offset + piece.end - piece.begin});
   }
+  fixed_ = gather_group_.fix(shard(), std::move(copied));
+}
+
+ConstView ShardedUnit::shard() const {
+  return ConstView(shard_.data(), DType::kU8, {layout_.shard_bytes()}, arena_.device());
 }
 
 void ShardedUnit::drop() {
@@ -148,11 +164,16 @@ void ShardedUnit::finish_gather(Stream& compute) {
   slice_.reset();
   for (const auto& part : trainable_)
     part->bind();
-  bind(layout_.ranks() > 1 ? gathered_.data() : shard_.data());
+  bind();
 }
 
-void ShardedUnit::bind(std::byte* base) {
-  base_ = base;
+std::byte* ShardedUnit::place(size_t weight) const {
+  if (in_shard_[weight] >= 0)
+    return shard_.data() + in_shard_[weight];
+  return gathered_.data() + layout_.offset(static_cast<int>(weight));
+}
+
+void ShardedUnit::bind() {
   bound_ = true;
   // Frozen bytes: what is gathered again is what was there, so a resident columnwise copy stays
   // true.
@@ -160,7 +181,7 @@ void ShardedUnit::bind(std::byte* base) {
     if (!matrices_[i])
       continue;
     const WeightSpec& weight = layout_.weights()[i];
-    std::byte* at = base + layout_.offset(static_cast<int>(i));
+    std::byte* at = place(i);
     const View codes(at, DType::kE4M3, weight.shape, arena_.device());
     View scales = scales_[i];
     if (is_mx(weight.storage)) {
@@ -188,7 +209,6 @@ void ShardedUnit::unbind() {
       matrix->unbind_columnwise();
   }
   bound_ = false;
-  base_ = nullptr;
 }
 
 void ShardedUnit::reshard() {
@@ -252,7 +272,7 @@ ConstView ShardedUnit::plain(int weight) const {
   ROWSHARD_CHECK(spec.storage == Storage::kPlain, LogicError, spec.name, " is an FP8 weight");
   if (home_[weight].first >= 0)
     return trainable_[home_[weight].first]->plain(home_[weight].second);
-  return ConstView(base_ + layout_.offset(weight), spec.dtype, spec.shape, arena_.device());
+  return ConstView(place(weight), spec.dtype, spec.shape, arena_.device());
 }
 
 }  // namespace rowshard

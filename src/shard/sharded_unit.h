@@ -3,7 +3,8 @@
 // Ownership: the unit owns its shard and its replicated scales for its whole life; the gathered
 // buffer exists between `gather` and `reshard`. With one rank the shard is the whole unit, so
 // gathering binds it in place: no copy and no transient. `reshard_to_group` leaves a slice of the
-// unit behind, larger than the shard, from which the next `gather` comes.
+// unit behind, larger than the shard, from which the next `gather` comes. A weight that lies in
+// this rank's shard as a whole is read there, and not copied into the gathered buffer.
 //
 // A unit may hold trainable weights beside the frozen ones (shard/trainable_part.h): they are
 // gathered and resharded with the unit, from parts that change with every update.
@@ -68,6 +69,9 @@ class ShardedUnit {
   const UnitLayout& layout() const { return layout_; }
   const std::string& name() const { return layout_.name(); }
 
+  /// This rank's part, padding included: u8 [shard_bytes].
+  ConstView shard() const;
+
   void gather(Stream& communication);
   bool gathering() const { return arrival_.has_value(); }  // queued, not yet finished
   bool gathered() const { return bound_; }
@@ -88,8 +92,12 @@ class ShardedUnit {
 
  private:
   void allocate();
-  void bind(std::byte* base);
+  /// A slice for the smaller group is cut out of the gathered buffer, which must then be whole.
+  bool slices() const { return regather_group_ && layout_.ranks() > 1; }
+  void bind();
   void unbind();
+  /// Where the weight lies while gathered.
+  std::byte* place(size_t weight) const;
 
   UnitLayout layout_;
   Communicator& gather_group_;
@@ -103,8 +111,8 @@ class ShardedUnit {
   TraceSpan gather_span_;  // host: until the gather has arrived
   bool dropped_ = false;
   bool bound_ = false;
-  bool bound_before_ = false;  // since the last load
-  std::byte* base_ = nullptr;
+  bool bound_before_ = false;      // since the last load
+  std::vector<int64_t> in_shard_;  // by weight: its first byte in the shard, or -1: not as a whole
   std::vector<std::unique_ptr<TrainablePart>> trainable_;
   std::vector<std::pair<int, int>> home_;             // weight -> part and place in it, or -1
   std::vector<std::unique_ptr<Fp8Matrix>> matrices_;  // null for plain and for trainable weights

@@ -61,7 +61,7 @@ void TrainablePart::load(UnitSource& source, Stream& stream) {
 }
 
 void TrainablePart::refresh(Stream& stream) {
-  ROWSHARD_CHECK(!bound_, LogicError, "unit ", unit_,
+  ROWSHARD_CHECK(!bound_ && !gathered_, LogicError, "unit ", unit_,
                  ": trainable weights change while they are gathered; reshard the unit first");
   changed_ = true;
   if (!is_fp8()) {

@@ -1,8 +1,9 @@
 // The usage plan: which units are gathered when, where their copies come from, and when they go.
 //
 // It is computed before the step from declared facts — the order in which the model uses its units,
-// the phase, the reshard mode, the prefetch depth — and is what the scheduler executes. A plan can
-// be printed (`rowshard plan`) and checked (`peak_gathered`) without running anything.
+// the phase, the reshard mode, the prefetch depth, what follows — and is what the scheduler
+// executes. A plan can be printed (`rowshard plan`) and checked (`peak_gathered`) without running
+// anything.
 #pragma once
 
 #include <cstdint>
@@ -29,16 +30,28 @@ struct UnitUse {
   Pass pass;
 };
 
+/// What the caller does when this pass is over, declared by the caller: a pass of the same uses, or
+/// something else. Nothing is gathered ahead, and nothing left, over the end of a pass that nothing
+/// follows.
+enum class Follows {
+  kNothing,
+  kMicroBatch,  // the same pass again, without an update in between
+  kStep,        // the same pass again, after whatever the caller does between steps
+};
+
+const char* to_string(Follows follows);
+
 struct PlanPolicy {
   ReshardMode reshard = ReshardMode::kTrue;
-  int prefetch = 1;  // units gathered ahead of the one in use
-  int group = 0;     // kGroup: ranks of the smaller group
+  int prefetch = 2;   // units gathered ahead of the one in use
+  int group = 0;      // kGroup: ranks of the smaller group
+  bool keep = false;  // kFalse: units stay gathered from one micro-batch of a step to the next
 };
 
 /// What happens around one use.
 struct PlanStep {
   UnitUse use;
-  bool gather = false;        // not there yet: its own gather must be issued now, unhidden
+  bool gather = false;        // not there yet, unless the pass before left it: gathered unhidden
   std::vector<int> prefetch;  // units whose gathers are issued while this use computes
   bool release = false;       // reshard after this use
   bool to_group = false;      // … over the smaller group only
@@ -49,14 +62,18 @@ const char* after(const PlanStep& step);  // "reshard", "reshard to group", "kee
 struct UsagePlan {
   Phase phase = Phase::kTraining;
   PlanPolicy policy;
+  Follows follows = Follows::kNothing;
   std::vector<PlanStep> steps;
+  /// With a pass that follows: the prefetch + 1 units it begins with are there, or on their way,
+  /// when this one is over. `closing` are those of them that are gathered after the last use.
+  std::vector<int> opening, closing;
 
   /// `uses` is the model's order; `unit_count` bounds the unit indices.
   static UsagePlan make(Phase phase, const std::vector<UnitUse>& uses, int unit_count,
-                        PlanPolicy policy);
+                        PlanPolicy policy, Follows follows = Follows::kNothing);
 
   /// Most bytes of gathered units alive at any moment, and gathers issued, by walking the plan from
-  /// an empty state (resident: from everything gathered once).
+  /// an empty state (resident, and with `keep`: from everything gathered once).
   int64_t peak_gathered(const std::vector<UnitLayout>& units) const;
   int gathers() const;
   /// A table for people: one line a use.

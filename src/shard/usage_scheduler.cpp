@@ -6,10 +6,13 @@ UsageScheduler::UsageScheduler(std::vector<ShardedUnit*> units, Stream& compute)
     : units_(std::move(units)),
       compute_(compute),
       communication_(compute.device(), "gather", -1),
-      released_(compute.device()) {}
+      released_(compute.device()),
+      left_(units_.size(), false) {}
 
 void UsageScheduler::begin(const UsagePlan& plan) {
   ROWSHARD_CHECK(!plan_, LogicError, "the scheduler is still executing a plan");
+  ROWSHARD_CHECK(plan.follows != Follows::kStep || !compute_.capturing(), LogicError,
+                 "a recorded step must not leave gathers for the next one");
   // Only a training step's waits are reported, over all its micro-batches.
   if (plan.phase != Phase::kTraining)
     waits_used_ = 0;
@@ -19,16 +22,18 @@ void UsageScheduler::begin(const UsagePlan& plan) {
   for (const PlanStep& step : plan.steps)
     used[step.use.unit] = true;
   for (size_t unit = 0; unit < units_.size(); ++unit) {
-    if (resident && used[unit] && !units_[unit]->gathered()) {
-      gather(static_cast<int>(unit));
-      units_[unit]->finish_gather(compute_);
+    if (resident && used[unit]) {
+      gather_unless_there(static_cast<int>(unit));
+      if (units_[unit]->gathering())
+        units_[unit]->finish_gather(compute_);
     }
     // A unit kept from another mode or an interrupted pass would not be where the plan says.
-    if (!resident && !units_[unit]->at_shard())
+    if (!resident && !units_[unit]->at_shard() && !(left_[unit] && used[unit]))
       units_[unit]->reshard();
     if (plan.phase == Phase::kInference)
       units_[unit]->drop_columnwise();
   }
+  left_.assign(units_.size(), false);
   plan_ = &plan;
   position_ = 0;
   in_use_ = false;
@@ -50,6 +55,11 @@ const PlanStep& UsageScheduler::expect(int unit, Pass pass, const char* call) co
 void UsageScheduler::gather(int unit) {
   communication_.wait(released_);
   units_[unit]->gather(communication_);
+}
+
+void UsageScheduler::gather_unless_there(int unit) {
+  if (!units_[unit]->gathering() && !units_[unit]->gathered())
+    gather(unit);
 }
 
 // What compute waits for is between two marks on its own stream: on cuda the host is long gone.
@@ -82,12 +92,11 @@ ShardedUnit& UsageScheduler::acquire(int unit, Pass pass) {
                  " before the last one was released");
   in_use_ = true;
   if (step.gather)
-    gather(unit);
-  if (units_[unit]->gathering()) {
+    gather_unless_there(unit);
+  if (units_[unit]->gathering())
     wait_for_gather(unit);
-  }
   for (int ahead : step.prefetch)
-    gather(ahead);
+    gather_unless_there(ahead);
   if (Trace::active()) {
     span_ =
         TraceSpan(compute_, TraceLane::kUnits, message(units_[unit]->name(), " ", to_string(pass)));
@@ -114,7 +123,20 @@ void UsageScheduler::release(int unit, Pass pass) {
 void UsageScheduler::finish() {
   ROWSHARD_CHECK(plan_ && position_ == plan_->steps.size() && !in_use_, LogicError, "finish after ",
                  position_, " uses of a plan of ", plan_ ? plan_->steps.size() : 0);
+  for (const int unit : plan_->closing)
+    gather_unless_there(unit);
+  for (size_t unit = 0; unit < units_.size(); ++unit)
+    left_[unit] = plan_->follows != Follows::kNothing &&
+                  plan_->policy.reshard != ReshardMode::kResident && !units_[unit]->at_shard();
   plan_ = nullptr;
+}
+
+void UsageScheduler::drop_left() {
+  for (size_t unit = 0; unit < units_.size(); ++unit) {
+    if (left_[unit])
+      units_[unit]->reshard();
+    left_[unit] = false;
+  }
 }
 
 void UsageScheduler::abort() noexcept {
@@ -127,6 +149,7 @@ void UsageScheduler::abort() noexcept {
     }
   }
   plan_ = nullptr;
+  left_.assign(units_.size(), false);
   position_ = 0;
   in_use_ = false;
   span_ = TraceSpan();

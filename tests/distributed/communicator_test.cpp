@@ -1,4 +1,5 @@
 // Every collective against its closed form, on any number of ranks and on both devices.
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <numeric>
@@ -141,6 +142,36 @@ TEST_F(CommunicatorTest, FixedPartsAreGatheredAsTheyAre) {
   }
 }
 
+// Of its own part a rank gets what it asked for; the others read all of it.
+TEST_F(CommunicatorTest, OwnBytesOfAFixedPartAreCopiedWhereAskedFor) {
+  auto comm = world().communicator("gather");
+  constexpr int64_t kCount = 70001;
+  const Tensor part =
+      bench.upload(part_of<float>(rank(), kCount), {kCount}, Category::kRowwiseShard);
+  const std::vector<std::vector<ByteRange>> choices{
+      {}, {{0, 4 * kCount}}, {{0, 8}, {400, 400}, {4000, 40000}}, {{4 * kCount - 4, 4 * kCount}}};
+  for (size_t choice = 0; choice < choices.size(); ++choice) {
+    // Ranks differ in what they ask for.
+    const auto& own = choices[(choice + rank()) % choices.size()];
+    const auto fixed = comm->fix(part, own);
+    comm->barrier();
+    const Tensor out =
+        bench.arena.tensor(Category::kGathered, "out", DType::kF32, {size(), kCount});
+    comm->all_gather(out, *fixed, bench.stream);
+    const auto got = bench.download<float>(out);
+    for (int64_t i = 0; i < size() * kCount; ++i) {
+      const auto r = static_cast<int>(i / kCount);
+      const int64_t byte = i % kCount * 4;
+      const bool asked = std::ranges::any_of(
+          own, [&](const ByteRange& range) { return byte >= range.begin && byte < range.end; });
+      if (r != rank() || asked) {
+        ASSERT_EQ(got[i], value_at<float>(r, i % kCount)) << "choice " << choice << " at " << i;
+      }
+    }
+  }
+  EXPECT_THROW(comm->fix(part, {{0, 4 * kCount + 1}}), ShapeError);
+}
+
 template <typename T>
 class ReductionTest : public CommunicatorTest {};
 using ReducedTypes = ::testing::Types<float, double, bf16, f16, int64_t, int32_t>;
@@ -193,7 +224,7 @@ TYPED_TEST(ReductionTest, ReduceScatterOutOfPlaceAndInPlace) {
 }
 
 TEST_F(CommunicatorTest, HostSumsInRankOrderAndEquallyOnAllRanks) {
-  if (device().is_cuda() && world().transport() != CudaTransport::kStaged) {
+  if (device().is_cuda() && !is_staged(world().transport())) {
     GTEST_SKIP() << "NCCL has its own order";
   }
   auto comm = world().communicator("reduce");
@@ -217,7 +248,7 @@ TEST_F(CommunicatorTest, HostSumsInRankOrderAndEquallyOnAllRanks) {
 }
 
 TEST_F(CommunicatorTest, NanOnOneRankReachesAll) {
-  if (device().is_cuda() && world().transport() != CudaTransport::kStaged) {
+  if (device().is_cuda() && !is_staged(world().transport())) {
     GTEST_SKIP() << "NCCL leaves a NaN in max and min undefined";
   }
   auto comm = world().communicator("reduce");

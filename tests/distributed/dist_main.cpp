@@ -1,4 +1,4 @@
-// GoogleTest main for multi-rank tests: `--device host|cuda [--comm peer|nccl|staged]`.
+// GoogleTest main for multi-rank tests: `--device host|cuda [--comm peer|nccl|staged|peer-staged]`.
 //
 // Rank 0 prints as usual, the others only their failures, with their rank. A test that runs longer
 // than its timer ends the job: a hang is a failure. All ranks exit with the same code: 0, 1, or 77
@@ -96,7 +96,7 @@ int run(int argc, char** argv) {
   const LaunchEnvironment launch = detect_launch_environment();
   const bool cuda = option(argc, argv, "--device", "host") == "cuda";
   const std::string comm = option(argc, argv, "--comm", "peer");
-  const bool staged = comm == "staged";
+  const bool staged = comm == "staged" || comm == "peer-staged";
   if (cuda) {
     const int count = cuda_device_count();
     const bool too_few = count > 1 && count < launch.local_world_size && !staged;
@@ -109,9 +109,10 @@ int run(int argc, char** argv) {
   std::unique_ptr<World> world;
   try {
     world = World::create(launch, cuda ? DeviceKind::kCuda : DeviceKind::kHost,
-                          staged           ? CudaTransport::kStaged
-                          : comm == "nccl" ? CudaTransport::kNccl
-                                           : CudaTransport::kPeer);
+                          comm == "staged"        ? CudaTransport::kStaged
+                          : comm == "peer-staged" ? CudaTransport::kPeerStaged
+                          : comm == "nccl"        ? CudaTransport::kNccl
+                                                  : CudaTransport::kPeer);
   } catch (const SharedGpuError& error) {
     return skip(launch, message("fewer GPUs than ranks: ", error.what()));
   }

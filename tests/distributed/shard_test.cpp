@@ -14,7 +14,6 @@ namespace rowshard {
 namespace {
 
 using testing::DistBench;
-using testing::flat_buffer;
 using testing::fp8_weight;
 using testing::gathered_bytes;
 using testing::KnownSource;
@@ -29,9 +28,7 @@ class ShardTest : public testing::DistributedTest {
     unit.gather(communication);
     unit.finish_gather(bench.stream);
   }
-  std::vector<uint8_t> bytes(ShardedUnit& unit) {
-    return bench.download<uint8_t>(flat_buffer(unit));
-  }
+  std::vector<uint8_t> bytes(ShardedUnit& unit) { return testing::unit_bytes(unit, bench); }
 
   DistBench bench;
   Stream communication{device(), "gather"};
@@ -43,6 +40,9 @@ TEST_F(ShardTest, EveryRankGathersEveryByteAndZeroPadding) {
   KnownSource source;
   unit.load(source, bench.stream);
   const std::vector<uint8_t> wanted = gathered_bytes(unit.layout());
+  const auto part = wanted.begin() + rank() * unit.layout().shard_bytes();
+  EXPECT_EQ(bench.download<uint8_t>(unit.shard()),
+            std::vector<uint8_t>(part, part + unit.layout().shard_bytes()));
   for (int pass = 0; pass < 2; ++pass) {
     gather(unit);
     EXPECT_EQ(bytes(unit), wanted);
@@ -67,6 +67,29 @@ TEST_F(ShardTest, EveryRankGathersEveryByteAndZeroPadding) {
   for (const UnitLayout::Piece& piece : unit.layout().pieces(rank()))
     owned += piece.end - piece.begin;
   EXPECT_EQ(source.bytes_read, owned);
+}
+
+// What a rank owns as a whole it reads in its shard: nothing is copied. (The arena is poisoned, so
+// a weight read at its place in the gathered buffer would show.)
+TEST_F(ShardTest, WeightsThatLieInTheShardStayThere) {
+  ShardedUnit unit(mixed_layout(size()), *group, bench.arena);
+  KnownSource source;
+  unit.load(source, bench.stream);
+  gather(unit);
+  std::vector<bool> whole(unit.layout().weights().size(), false);
+  for (const UnitLayout::Piece& piece : unit.layout().pieces(rank())) {
+    whole[piece.weight] =
+        piece.begin == 0 && piece.end == unit.layout().weights()[piece.weight].bytes();
+  }
+  const std::byte* begin = unit.shard().byte_data();
+  const std::byte* end = begin + unit.shard().bytes();
+  for (size_t w = 0; w < whole.size(); ++w) {
+    const int weight = static_cast<int>(w);
+    const bool fp8 = unit.layout().weights()[w].storage == Storage::kFp8Block;
+    const ConstView view = fp8 ? unit.fp8(weight).rowwise().codes : unit.plain(weight);
+    EXPECT_EQ(view.byte_data() >= begin && view.byte_data() + view.bytes() <= end, whole[w])
+        << unit.layout().weights()[w].name;
+  }
 }
 
 TEST_F(ShardTest, BytesPerCategory) {
@@ -317,9 +340,10 @@ class SchedulerTest : public ShardTest {
     uses.push_back({0, Pass::kForward});
     return uses;
   }
-  UsagePlan plan(ReshardMode mode, int prefetch, Phase phase = Phase::kTraining) const {
+  UsagePlan plan(ReshardMode mode, int prefetch, Phase phase = Phase::kTraining,
+                 Follows follows = Follows::kNothing, bool keep = false) const {
     return UsagePlan::make(phase, phase == Phase::kTraining ? training_uses() : forward_uses(),
-                           kBlocks + 1, {mode, prefetch, smaller});
+                           kBlocks + 1, {mode, prefetch, smaller, keep}, follows);
   }
 
   /// Runs the plan, or leaves it by an exception before the end of use `stop`.
@@ -338,22 +362,24 @@ class SchedulerTest : public ShardTest {
     scheduler->finish();
   }
 
-  /// Bytes a rank receives for the plan's gathers, over the whole group or the smaller one.
-  int64_t wire_bytes(const UsagePlan& plan, bool of_smaller = false) const {
-    int64_t total = 0;
+  /// Bytes a rank receives for the plan's gathers, over the whole group or the smaller one, when
+  /// the units in `there` are there.
+  int64_t wire_bytes(const UsagePlan& plan, bool of_smaller = false,
+                     std::set<int> there = {}) const {
+    // A unit's first gather is over the whole group, a second one of the slices that are left.
     std::vector<bool> sliced(layouts.size(), false);
-    const auto add = [&](int unit) {
-      const int ranks = sliced[unit] ? smaller : size();
-      if (sliced[unit] == of_smaller)
+    for (const PlanStep& step : plan.steps)
+      sliced[step.use.unit] = sliced[step.use.unit] || step.to_group;
+    std::vector<bool> before(layouts.size(), false);
+    for (const int unit : there)
+      before[unit] = true;
+    int64_t total = 0;
+    for (const int unit : testing::gathers_of(plan, there)) {
+      const bool again = before[unit] && sliced[unit];
+      before[unit] = !again;
+      const int ranks = again ? smaller : size();
+      if (again == of_smaller)
         total += layouts[unit].gathered_bytes() / ranks * (ranks - 1);
-      sliced[unit] = false;
-    };
-    for (const PlanStep& step : plan.steps) {
-      if (step.gather)
-        add(step.use.unit);
-      for (int unit : step.prefetch)
-        add(unit);
-      sliced[step.use.unit] = step.to_group;
     }
     return total;
   }
@@ -402,6 +428,108 @@ TEST_F(SchedulerTest, TransientAndWireAreThePlans) {
       }
     }
   }
+}
+
+// Passes that follow each other: the first units of the next are on their way when one ends, the
+// peak is the plan's, and after the last nothing is left.
+TEST_F(SchedulerTest, FirstGathersOfTheNextPassBeginInThisOne) {
+  for (const ReshardMode mode : {ReshardMode::kTrue, ReshardMode::kFalse, ReshardMode::kGroup}) {
+    if (mode == ReshardMode::kGroup && size() == 1)
+      continue;
+    for (const int prefetch : {0, 1, 2, 7}) {
+      for (const Phase phase : {Phase::kTraining, Phase::kValidation}) {
+        SCOPED_TRACE(message(to_string(mode), " prefetch ", prefetch, " ", to_string(phase)));
+        const UsagePlan followed = plan(mode, prefetch, phase, Follows::kStep);
+        std::set<int> there;
+        for (int pass = 0; pass < 3; ++pass) {
+          bench.arena.reset_peak();
+          group->reset_wire_bytes();
+          const int64_t wire = wire_bytes(followed, false, there);
+          run(followed);
+          testing::gathers_of(followed, there);
+          EXPECT_EQ(there, std::set<int>(followed.opening.begin(), followed.opening.end()));
+          EXPECT_EQ(there.size(), prefetch == 0 ? 0u : std::min(prefetch + 1, kBlocks + 1));
+          int64_t left = 0;
+          for (const int unit : there)
+            left += layouts[unit].transient_bytes();
+          EXPECT_EQ(now(Category::kGathered), left);
+          EXPECT_EQ(peak(Category::kGathered), followed.peak_gathered(layouts));
+          EXPECT_EQ(group->wire_bytes(), wire) << "pass " << pass;
+        }
+        const UsagePlan last = plan(mode, prefetch, phase);
+        bench.arena.reset_peak();
+        group->reset_wire_bytes();
+        run(last);
+        EXPECT_EQ(group->wire_bytes(), wire_bytes(last, false, there));
+        EXPECT_LE(peak(Category::kGathered), followed.peak_gathered(layouts));
+        expect_all_sharded();
+      }
+    }
+  }
+}
+
+// What was announced does not come: another phase, another mode, a failure, or nothing at all.
+TEST_F(SchedulerTest, WhatWasLeftForAPassThatDoesNotComeGoes) {
+  const UsagePlan followed = plan(ReshardMode::kTrue, 2, Phase::kTraining, Follows::kStep);
+  run(followed);
+  run(plan(ReshardMode::kTrue, 2, Phase::kValidation));
+  expect_all_sharded();
+  run(followed);
+  run(plan(ReshardMode::kFalse, 0));
+  expect_all_sharded();
+  run(followed);
+  run(UsagePlan::make(Phase::kInference, {{3, Pass::kForward}}, kBlocks + 1, {}));
+  expect_all_sharded();
+  run(followed);
+  EXPECT_THROW(run(followed, 2), std::runtime_error);
+  scheduler->abort();
+  expect_all_sharded();
+  run(followed);
+  scheduler->drop_left();
+  expect_all_sharded();
+  run(followed);
+  run(plan(ReshardMode::kResident, 2));
+  EXPECT_EQ(now(Category::kGathered), all_units());
+  run(followed);
+  scheduler.reset();
+  expect_all_sharded();
+}
+
+// Micro-batches of a step, keeping units: each is gathered once, and stays until the last one's
+// backward.
+TEST_F(SchedulerTest, KeptOverAccumulation) {
+  for (const int prefetch : {0, 1, 2}) {
+    SCOPED_TRACE(prefetch);
+    std::set<int> there;
+    int64_t wire = 0;
+    const auto pass = [&](Follows follows) {
+      const UsagePlan planned =
+          plan(ReshardMode::kFalse, prefetch, Phase::kTraining, follows, true);
+      EXPECT_EQ(planned.peak_gathered(layouts), all_units());
+      wire += wire_bytes(planned, false, there);
+      testing::gathers_of(planned, there);
+      run(planned);
+      EXPECT_EQ(group->wire_bytes(), wire);
+      int64_t left = 0;
+      for (const int unit : there)
+        left += layouts[unit].transient_bytes();
+      EXPECT_EQ(now(Category::kGathered), left);
+    };
+    group->reset_wire_bytes();
+    const int64_t once = all_units() / size() * (size() - 1);
+    for (int micro_batch = 0; micro_batch < 3; ++micro_batch) {
+      pass(Follows::kMicroBatch);
+      EXPECT_EQ(wire, once);
+      EXPECT_EQ(now(Category::kGathered), all_units());
+    }
+    pass(Follows::kStep);
+    EXPECT_EQ(there.size(), prefetch == 0 ? 0u : prefetch + 1u) << "as without keeping";
+    pass(Follows::kMicroBatch);
+    pass(Follows::kNothing);
+    expect_all_sharded();
+  }
+  EXPECT_THROW(plan(ReshardMode::kTrue, 1, Phase::kTraining, Follows::kMicroBatch, true),
+               LogicError);
 }
 
 TEST_F(SchedulerTest, ResidentGathersOnceForTheRun) {

@@ -141,6 +141,11 @@ TEST_F(TrainableTest, CodesAndScalesAreThoseOfTheWholeMatrices) {
     expect_stored(unit, [&](int w, int64_t i) { return master(unit.layout().weights()[w], i); });
     EXPECT_THROW(unit.trainable()[0]->refresh(bench.stream), LogicError) << "while gathered";
     unit.reshard();
+    if (size() > 1) {
+      unit.gather(communication);
+      EXPECT_THROW(unit.trainable()[0]->refresh(bench.stream), LogicError) << "on its way";
+      unit.reshard();
+    }
     EXPECT_EQ(now(Category::kGathered), 0);
     EXPECT_THROW(unit.fp8(2), UsageError);
     EXPECT_THROW(unit.plain(1), UsageError);

@@ -3,6 +3,7 @@
 #include "distributed/dist_fixture.h"
 #include "finetune/memory_plan.h"
 #include "finetune/run_checkpoint.h"
+#include "shard_source.h"
 #include "training_fixture.h"
 
 namespace rowshard {
@@ -22,6 +23,11 @@ bool runs_on(Device device, const Case& c) {
 }
 
 using Mode = ReshardAfterForward::Mode;
+
+/// What `false` may do besides: units stay from one micro-batch of a step to the next.
+std::vector<bool> keeps(const ReshardAfterForward& mode) {
+  return mode.mode == Mode::kFalse ? std::vector<bool>{false, true} : std::vector<bool>{false};
+}
 
 /// Every mode these ranks can run; a group is the smallest that divides them.
 std::vector<ReshardAfterForward> all_modes(int ranks) {
@@ -50,6 +56,14 @@ class TrainingTest : public testing::DistributedTest {
 
   FinetuneOptions options(const std::string& model = "llama_fp8") const {
     return testing::tiny_options(model, directory_ / "train.safetensors", size(), device());
+  }
+  /// For comparisons with itself: ranks that share a GPU are slow, and two micro-batches show what
+  /// six do.
+  FinetuneOptions quick(const std::string& model = "llama_fp8") const {
+    FinetuneOptions asked = options(model);
+    if (testing::shares_gpu(world()))
+      asked.grad_accum = 2;
+    return asked;
   }
   FinetuneOptions one_rank(FinetuneOptions options) const {
     options.grad_accum = 12;
@@ -149,25 +163,26 @@ TEST_F(TrainingTest, ModesChangeNoBit) {
       for (const int prefetch : {0, 1, 2}) {
         for (const auto columnwise : {ColumnwisePolicy::kRelease, ColumnwisePolicy::kResident}) {
           for (const Recompute recompute : {Recompute::kNone, Recompute::kBlock}) {
-            // Ranks that share a GPU are slow: `validate` has the whole product there.
-            const bool all = std::string(c.model) == "llama_fp8" &&
-                             !(device().is_cuda() && world().transport() == CudaTransport::kStaged);
+            const bool all = std::string(c.model) == "llama_fp8";
             if (!all && (prefetch != 1 || columnwise == ColumnwisePolicy::kResident))
               continue;
-            FinetuneOptions asked = options(c.model);
-            asked.execution.recipe = c.recipe;
-            asked.execution.reshard_after_forward = mode;
-            asked.execution.prefetch = prefetch;
-            asked.execution.columnwise = columnwise;
-            asked.recompute = recompute;
-            asked.lora.dropout = 0.1;  // recompute must draw the same masks
-            const Curve curve = testing::train(world(), asked, 2);
-            if (!first)
-              first = curve;
-            EXPECT_EQ(difference(curve, *first), "")
-                << c.model << " reshard " << to_string(asked.execution.reshard_after_forward)
-                << " prefetch " << prefetch << " columnwise " << to_string(columnwise)
-                << " recompute " << to_string(recompute);
+            for (const bool keep : keeps(mode)) {
+              FinetuneOptions asked = quick(c.model);
+              asked.execution.recipe = c.recipe;
+              asked.execution.reshard_after_forward = mode;
+              asked.execution.keep_over_accumulation = keep;
+              asked.execution.prefetch = prefetch;
+              asked.execution.columnwise = columnwise;
+              asked.recompute = recompute;
+              asked.lora.dropout = 0.1;  // recompute must draw the same masks
+              const Curve curve = testing::train(world(), asked, 2);
+              if (!first)
+                first = curve;
+              EXPECT_EQ(difference(curve, *first), "")
+                  << c.model << " reshard " << to_string(asked.execution.reshard_after_forward)
+                  << " keep " << keep << " prefetch " << prefetch << " columnwise "
+                  << to_string(columnwise) << " recompute " << to_string(recompute);
+            }
           }
         }
       }
@@ -180,9 +195,9 @@ TEST_F(TrainingTest, ModesChangeNoBit) {
 TEST_F(TrainingTest, ReplicasChangeNoBit) {
   if (size() % 2 != 0)
     GTEST_SKIP() << "an even number of ranks makes two replicas";
-  const Curve sharded = testing::train(world(), options(), 2);
+  const Curve sharded = testing::train(world(), quick(), 2);
   for (const ReshardAfterForward& mode : all_modes(size() / 2)) {
-    FinetuneOptions asked = options();
+    FinetuneOptions asked = quick();
     asked.execution.dp_replicate = 2;
     asked.execution.dp_shard = size() / 2;
     asked.execution.reshard_after_forward = mode;
@@ -194,6 +209,63 @@ TEST_F(TrainingTest, ReplicasChangeNoBit) {
     EXPECT_EQ(run.now(Category::kRowwiseShard),
               plan.categories[static_cast<int>(Category::kRowwiseShard)].steady);
     EXPECT_EQ(run.job.gather_group().size(), size() / 2);
+  }
+}
+
+// Before anything is summed over ranks nothing may depend on them: a micro-batch's loss, its
+// adapter gradients (and so every dgrad above them) and the logits are bit for bit those of a world
+// of one.
+TEST_F(TrainingTest, AMicroBatchIsThatOfOneRank) {
+  for (const Case& c : {Case{"llama_fp8", Recipe::kBlock}, Case{"qwen2", Recipe::kBf16},
+                        Case{"qwen3", Recipe::kMx}}) {
+    if (!runs_on(device(), c))
+      continue;
+    FinetuneOptions asked = options(c.model);
+    asked.execution.recipe = c.recipe;
+    MicroBatch batch;
+    struct Result {
+      std::vector<float> gradients, logits;
+      double loss = 0;
+      bool operator==(const Result&) const = default;
+    };
+    const auto compute = [&](TinyRun& run) {
+      Context& ctx = run.job.context();
+      DecoderModel& model = run.job.model();
+      AdapterSet& adapters = run.trainer.adapters();
+      // B is zero at first, and then A has no gradient.
+      std::vector<float> values = run.download(adapters.parameters());
+      for (int64_t i = 0; i < adapters.trainable(); ++i)
+        values[i] += 0.01f * static_cast<float>(i % 7 - 3);
+      copy(adapters.parameters(),
+           ConstView(values.data(), DType::kF32, adapters.parameters().shape, kHost), ctx.stream);
+      ctx.stream.synchronize();
+      adapters.refresh_compute(ctx.stream);
+      fill_bytes(adapters.gradients(), 0, ctx.stream);
+      const Tensor sum = ctx.arena.tensor(Category::kActivations, "sum", DType::kF64, {1});
+      const Tensor rows = ctx.arena.tensor(Category::kActivations, "rows", DType::kI32, Shape{1});
+      const Tensor logits =
+          ctx.arena.tensor(Category::kActivations, "logits", DType::kF32, {1, 131});
+      fill_bytes(sum, 0, ctx.stream);
+      fill_bytes(rows, 0, ctx.stream);
+      const DeviceBatch on_device = model.batch(batch.input_ids, batch.labels, batch.cu_seqlens);
+      model.train(on_device, adapters, 0.125, sum, Dropout{});
+      Result result;
+      result.gradients = run.download(adapters.gradients());
+      result.gradients.resize(adapters.trainable());  // padding depends on the ranks
+      model.logits(on_device, &adapters, rows, logits);
+      result.logits = run.download(logits);
+      copy(View(&result.loss, DType::kF64, {1}, kHost), sum, ctx.stream);
+      ctx.stream.synchronize();
+      return result;
+    };
+    TinyRun many(world(), asked);
+    batch = many.trainer.batches().micro_batch({}, rank(), 0);
+    const Result sharded = compute(many);
+    const auto world_alone = alone();
+    TinyRun one(*world_alone, one_rank(asked));
+    const Result whole = compute(one);
+    EXPECT_TRUE(sharded == whole) << c.model << ": loss " << sharded.loss << " and " << whole.loss;
+    EXPECT_TRUE(std::ranges::any_of(whole.gradients, [](float x) { return x != 0; }));
   }
 }
 
@@ -216,7 +288,7 @@ TEST_F(TrainingTest, OtherPhasesBetweenStepsChangeNoBit) {
   const TokenFile single = TokenFile::open(directory_ / "single.safetensors", 131);
   for (const ReshardAfterForward& mode : all_modes(size())) {
     for (const auto columnwise : {ColumnwisePolicy::kRelease, ColumnwisePolicy::kResident}) {
-      FinetuneOptions asked = options();
+      FinetuneOptions asked = quick();
       asked.execution.reshard_after_forward = mode;
       asked.execution.columnwise = columnwise;
       const Curve undisturbed = testing::train(world(), asked, 3);
@@ -321,7 +393,7 @@ TEST_F(TrainingTest, BytesAreThePlans) {
     for (const ReshardAfterForward& mode : all_modes(size())) {
       for (const auto columnwise : {ColumnwisePolicy::kRelease, ColumnwisePolicy::kResident}) {
         for (const Recompute recompute : {Recompute::kNone, Recompute::kBlock}) {
-          FinetuneOptions asked = options(model);
+          FinetuneOptions asked = quick(model);
           asked.max_steps = 3;
           asked.execution.recipe = recipe;
           asked.execution.reshard_after_forward = mode;
@@ -332,10 +404,13 @@ TEST_F(TrainingTest, BytesAreThePlans) {
                                " columnwise ", to_string(columnwise), " recompute ",
                                to_string(recompute)));
           TinyRun run(world(), asked);
-          StepMetrics metrics;
-          for (int step = 0; step < 3; ++step)
-            metrics = run.trainer.train_step();
-          EXPECT_EQ(metrics.wire_bytes, plan.wire_bytes);
+          for (int step = 0; step < 3; ++step) {
+            const StepMetrics metrics =
+                run.trainer.train_step(step < 2 ? Follows::kStep : Follows::kNothing);
+            if (step == 1) {
+              EXPECT_EQ(metrics.wire_bytes, plan.wire_bytes) << "a step between others";
+            }
+          }
           std::vector<int64_t> peaks;
           for (int i = 0; i < kCategoryCount; ++i) {
             const auto category = static_cast<Category>(i);
@@ -388,27 +463,28 @@ TEST_F(TrainingTest, Fp8OnTheWire) {
   const auto wire_bytes = [&](Recipe recipe) {
     FinetuneOptions asked = options("llama");
     asked.execution.recipe = recipe;
+    asked.execution.prefetch =
+        1;  // with 2, both blocks would stay from one micro-batch to the next
     TinyRun run(world(), asked);
     DecoderModel& model = run.job.model();
     saved = 0;
+    std::set<int> there;
     const auto add = [&](int unit) {
       for (const WeightSpec& weight : model.units().layouts()[unit].weights()) {
         if (weight.storage == Storage::kFp8Block)
           saved += static_cast<double>(weight.elements()) * (size() - 1) / size();
       }
     };
-    for (const PlanStep& step : model.training_plan(0).steps) {
-      if (step.gather)
-        add(step.use.unit);
-      for (const int unit : step.prefetch)
+    for (int64_t k = 1; k <= asked.grad_accum; ++k) {
+      const Follows follows = k < asked.grad_accum ? Follows::kMicroBatch : Follows::kNothing;
+      for (const int unit : testing::gathers_of(model.training_plan(0, follows), there))
         add(unit);
     }
-    saved *= static_cast<double>(asked.grad_accum);
     return run.trainer.train_step().wire_bytes;
   };
   const int64_t bf16 = wire_bytes(Recipe::kBf16);
   const int64_t fp8 = wire_bytes(Recipe::kBlock);
-  // Two blocks, both gathered for the forward and the first for its backward too.
+  // Two blocks: the first stays from one micro-batch to the next.
   EXPECT_GE(saved, 120000.0 * (size() - 1));
   EXPECT_NEAR(bf16 - fp8, saved, 0.02 * saved);
 }

@@ -48,6 +48,7 @@ TEST(Options, TextAndValueAreInverse) {
   EXPECT_EQ(parse_transport("peer"), CudaTransport::kPeer);
   EXPECT_EQ(parse_transport("nccl"), CudaTransport::kNccl);
   EXPECT_EQ(parse_transport("staged"), CudaTransport::kStaged);
+  EXPECT_EQ(parse_transport("peer-staged"), CudaTransport::kPeerStaged);
   EXPECT_EQ(parse_columnwise_policy("release"), ColumnwisePolicy::kRelease);
   EXPECT_EQ(parse_columnwise_policy("resident"), ColumnwisePolicy::kResident);
   EXPECT_EQ(parse_columnwise_policy("direct"), ColumnwisePolicy::kDirect);
@@ -105,6 +106,8 @@ TEST(Options, EachRelationNamesItsOption) {
          o.execution.dp_shard = 6;
          o.execution.reshard_after_forward = parse_reshard_after_forward("4");
        }},
+      {"--keep-over-accumulation", [](Options& o) { o.execution.keep_over_accumulation = true; }},
+      {"--gemm-multiprocessors", [](Options& o) { o.execution.gemm_multiprocessors = -1; }},
       {"--columnwise",
        [](Options& o) {
          o.execution.recipe = Recipe::kMx;

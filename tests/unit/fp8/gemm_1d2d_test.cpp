@@ -97,16 +97,22 @@ TEST(OwnGemm, EqualsCublasLtBitForBit) {
           GemmOptions options{.beta = beta, .bias = std::nullopt};
           if (biased)
             options.bias = bias;
-          const auto result = [&](GemmBackend backend) {
+          const auto result = [&](GemmBackend backend, int multiprocessors) {
             const Backend scope(backend);
+            set_gemm_multiprocessors(multiprocessors);
             std::vector<float> start = testing::many_scales(m, n, 4);
             const Tensor y = upload_as(bench, start, dtype, {m, n});
             fp8_gemm(y, x.view(), w.view(), options, bench.ctx);
+            set_gemm_multiprocessors(0);
             return bench.download<uint8_t>(y);
           };
-          const auto wanted = result(GemmBackend::kCublasLt);
-          EXPECT_EQ(testing::difference(result(GemmBackend::kOwn), wanted), "equal")
-              << s << " " << to_string(dtype) << " beta " << beta << " bias " << biased;
+          const auto wanted = result(GemmBackend::kCublasLt, 0);
+          for (const int multiprocessors : {0, 5}) {  // all, or some left to others
+            EXPECT_EQ(testing::difference(result(GemmBackend::kOwn, multiprocessors), wanted),
+                      "equal")
+                << s << " " << to_string(dtype) << " beta " << beta << " bias " << biased
+                << " multiprocessors " << multiprocessors;
+          }
         }
       }
     }

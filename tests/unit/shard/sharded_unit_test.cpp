@@ -22,9 +22,7 @@ class ShardedUnitTest : public ::testing::Test {
     unit.gather(communication);
     unit.finish_gather(bench.stream);
   }
-  std::vector<uint8_t> bytes(ShardedUnit& unit) {
-    return bench.download<uint8_t>(testing::flat_buffer(unit));
-  }
+  std::vector<uint8_t> bytes(ShardedUnit& unit) { return testing::unit_bytes(unit, bench); }
 
   Bench bench;
   Stream communication{testing::test_device, "gather"};

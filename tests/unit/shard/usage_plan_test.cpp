@@ -104,6 +104,48 @@ TEST(UsagePlan, ResidentGathersNothingDuringAStep) {
     EXPECT_FALSE(step.release);
 }
 
+// With another pass to come, the turn to it is like any other: its first units are gathered beside
+// the last uses, what is there stays, and the pause between the passes holds (prefetch + 1) units.
+TEST(UsagePlan, TheTurnToTheNextPass) {
+  // Embedding 0, blocks 1 … 3 and a head 4; backward down to block 1.
+  const std::vector<UnitUse> uses{{0, Pass::kForward},  {1, Pass::kForward},  {2, Pass::kForward},
+                                  {3, Pass::kForward},  {4, Pass::kForward},  {4, Pass::kBackward},
+                                  {3, Pass::kBackward}, {2, Pass::kBackward}, {1, Pass::kBackward}};
+  const auto units = layouts(2);
+  const int64_t whole = units[0].gathered_bytes();
+  for (const int prefetch : {1, 2, 3}) {
+    const UsagePlan alone =
+        UsagePlan::make(Phase::kTraining, uses, 5, {ReshardMode::kTrue, prefetch});
+    const UsagePlan plan =
+        UsagePlan::make(Phase::kTraining, uses, 5, {ReshardMode::kTrue, prefetch}, Follows::kStep);
+    EXPECT_TRUE(alone.opening.empty() && alone.closing.empty());
+    EXPECT_EQ(plan.opening.size(), static_cast<size_t>(prefetch) + 1);
+    EXPECT_EQ(plan.opening[0], 0);
+    EXPECT_EQ(plan.opening[1], 1);
+    EXPECT_FALSE(plan.steps[8].release) << "block 1 is the second unit of the next pass";
+    EXPECT_TRUE(alone.steps[8].release);
+    EXPECT_EQ(plan.steps[7].release, prefetch < 2);
+    // The embedding is asked for as soon as the depth allows it.
+    EXPECT_EQ(plan.steps[9 - prefetch].prefetch, std::vector<int>{0});
+    EXPECT_TRUE(plan.closing.empty()) << "all of them are there by then";
+    EXPECT_EQ(plan.peak_gathered(units), (prefetch + 1) * whole);
+    EXPECT_NE(plan.table(units).find("left for the next pass: u0, u1"), std::string::npos);
+    EXPECT_EQ(alone.table(units).find("left for"), std::string::npos);
+  }
+  EXPECT_TRUE(
+      UsagePlan::make(Phase::kTraining, uses, 5, {ReshardMode::kTrue, 0}, Follows::kStep).opening ==
+      std::vector<int>{})
+      << "without prefetch nothing is gathered ahead";
+  EXPECT_TRUE(
+      UsagePlan::make(Phase::kTraining, uses, 5, {ReshardMode::kResident, 2}, Follows::kMicroBatch)
+          .opening.empty());
+  // A forward pass, as validation repeats it: what it begins with comes beside its last uses.
+  const UsagePlan forward = UsagePlan::make(Phase::kValidation, {uses.begin(), uses.begin() + 5}, 5,
+                                            {ReshardMode::kTrue, 1}, Follows::kMicroBatch);
+  EXPECT_EQ(forward.steps[4].prefetch, std::vector<int>{0});
+  EXPECT_EQ(forward.closing, std::vector<int>{1});
+}
+
 TEST(UsagePlan, OneRankHasNoTransient) {
   const UsagePlan plan = UsagePlan::make(Phase::kTraining, training(), 5, {ReshardMode::kTrue, 2});
   EXPECT_EQ(plan.peak_gathered(layouts(1)), 0);

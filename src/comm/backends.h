@@ -90,7 +90,7 @@ void copy_by_engine(std::span<void* const> to, std::span<const void* const> from
 class PeerMailbox {
  public:
   static constexpr int64_t kSlotBytes = int64_t{8} << 20;
-  static constexpr int kSlots = 2;  // one is filled while the other is emptied
+  static constexpr size_t kSlots = 2;  // one is filled while the other is emptied
 
   /// Collective over `host`, and so is the end. `failure` is empty, or says why it cannot be, the
   /// same on all ranks.
@@ -108,11 +108,20 @@ class PeerMailbox {
   /// The end will not wait for peers, and leaves the memory where it is: the job has failed.
   void abandon() { abandoned_ = true; }
 
+  /// What of one buffer travels in a slot.
+  struct Piece {
+    size_t buffer;
+    int64_t offset, at, bytes;  // in the buffer, and in the slot
+  };
+
  private:
   using Count = uint32_t;
   Count* arrived(int owner, int sender) const;
   Count* consumed(int owner, int receiver) const;
   std::byte* slot(int owner, int sender, Count number) const;
+  void push(std::span<const ConstView> send, const std::vector<Piece>& slot, int to);
+  void pull(std::span<const View> receive, const std::vector<Piece>& slot, int from,
+            Stream& stream);
 
   Device device_;
   Communicator& host_;

@@ -48,51 +48,28 @@ void check(CUresult status, const char* what) {
                  static_cast<int>(status));
 }
 
-/// Calls fill(buffer, offset in the buffer, offset in the slot, bytes) for every piece of every
-/// slot, and done() after the last of a slot. Both ends cut equal sizes alike.
-template <typename Views, typename Begin, typename Fill, typename Done>
-void for_each_slot(const Views& views, Begin&& begin, Fill&& fill, Done&& done) {
-  int64_t at = 0;  // in the slot
-  bool open = false;
+using Piece = PeerMailbox::Piece;
+
+/// What travels, slot by slot. Both ends cut equal sizes alike.
+template <typename V>
+std::vector<std::vector<Piece>> slots_of(std::span<const V> views) {
+  std::vector<std::vector<Piece>> slots;
+  int64_t at = PeerMailbox::kSlotBytes;  // in the last slot
   for (size_t buffer = 0; buffer < views.size(); ++buffer) {
     for (int64_t offset = 0; offset < views[buffer].bytes();) {
       at = round_up(at, kAlign);
       if (at >= PeerMailbox::kSlotBytes) {
-        done();
-        open = false;
+        slots.emplace_back();
         at = 0;
       }
-      if (!open)
-        begin();
-      open = true;
       const int64_t bytes = std::min(views[buffer].bytes() - offset, PeerMailbox::kSlotBytes - at);
-      fill(buffer, offset, at, bytes);
+      slots.back().push_back({buffer, offset, at, bytes});
       offset += bytes;
       at += bytes;
     }
   }
-  if (open)
-    done();
+  return slots;
 }
-
-/// The copies of one slot.
-struct Copies {
-  std::vector<void*> to;
-  std::vector<const void*> from;
-  std::vector<size_t> bytes;
-
-  void add(void* target, const void* source, int64_t size) {
-    to.push_back(target);
-    from.push_back(source);
-    bytes.push_back(static_cast<size_t>(size));
-  }
-  void run(Stream& stream) {
-    copy_by_engine(to, from, bytes, stream);
-    to.clear();
-    from.clear();
-    bytes.clear();
-  }
-};
 
 }  // namespace
 
@@ -106,7 +83,7 @@ PeerMailbox::PeerMailbox(Device device, Communicator& host)
       sent_(host.size()),
       received_(host.size()) {
   const int64_t counts = round_up(2 * kCountStride * host.size(), int64_t{4096});
-  const int64_t total = counts + host.size() * kSlots * kSlotBytes;
+  const int64_t total = counts + static_cast<int64_t>(host.size() * kSlots) * kSlotBytes;
   CUDA_CHECK(cudaMalloc(reinterpret_cast<void**>(&own_), static_cast<size_t>(total)));
   CUDA_CHECK(cudaMemsetAsync(own_, 0, static_cast<size_t>(counts), native(*send_stream_)));
   auto* const probe = reinterpret_cast<Count*>(own_ + counts - sizeof(Count));
@@ -150,7 +127,40 @@ PeerMailbox::Count* PeerMailbox::consumed(int owner, int receiver) const {
 
 std::byte* PeerMailbox::slot(int owner, int sender, Count number) const {
   const int64_t counts = round_up(2 * kCountStride * host_.size(), int64_t{4096});
-  return memory_->part(owner) + counts + (int64_t{sender} * kSlots + number % kSlots) * kSlotBytes;
+  return memory_->part(owner) + counts +
+         static_cast<int64_t>(sender * kSlots + number % kSlots) * kSlotBytes;
+}
+
+void PeerMailbox::push(std::span<const ConstView> send, const std::vector<Piece>& pieces, int to) {
+  const Count number = ++sent_[to];
+  // Of the first slots this is a count below 0, which is there.
+  check(wait_count(consumed(rank_, to), number - Count{kSlots}, *send_stream_), "wait");
+  std::vector<void*> targets;
+  std::vector<const void*> sources;
+  std::vector<size_t> bytes;
+  for (const Piece& piece : pieces) {
+    targets.push_back(slot(to, rank_, number) + piece.at);
+    sources.push_back(send[piece.buffer].byte_data() + piece.offset);
+    bytes.push_back(static_cast<size_t>(piece.bytes));
+  }
+  copy_by_engine(targets, sources, bytes, *send_stream_);
+  check(write_count(arrived(to, rank_), number, *send_stream_), "write");
+}
+
+void PeerMailbox::pull(std::span<const View> receive, const std::vector<Piece>& pieces, int from,
+                       Stream& stream) {
+  const Count number = ++received_[from];
+  check(wait_count(arrived(rank_, from), number, stream), "wait");
+  std::vector<void*> targets;
+  std::vector<const void*> sources;
+  std::vector<size_t> bytes;
+  for (const Piece& piece : pieces) {
+    targets.push_back(receive[piece.buffer].byte_data() + piece.offset);
+    sources.push_back(slot(rank_, from, number) + piece.at);
+    bytes.push_back(static_cast<size_t>(piece.bytes));
+  }
+  copy_by_engine(targets, sources, bytes, stream);
+  check(write_count(consumed(from, rank_), number, stream), "write");
 }
 
 void PeerMailbox::exchange(std::span<const ConstView> send, int to, std::span<const View> receive,
@@ -158,36 +168,18 @@ void PeerMailbox::exchange(std::span<const ConstView> send, int to, std::span<co
   Event begun(device_), sent(device_);
   begun.record(stream);
   send_stream_->wait(begun);
-  Copies copies;
-  for_each_slot(
-      send,
-      [&] {
-        ++sent_[to];
-        if (sent_[to] > kSlots)
-          check(wait_count(consumed(rank_, to), sent_[to] - kSlots, *send_stream_), "wait");
-      },
-      [&](size_t buffer, int64_t offset, int64_t at, int64_t bytes) {
-        copies.add(slot(to, rank_, sent_[to]) + at, send[buffer].byte_data() + offset, bytes);
-      },
-      [&] {
-        copies.run(*send_stream_);
-        check(write_count(arrived(to, rank_), sent_[to], *send_stream_), "write");
-      });
+  const auto out = slots_of(send);
+  const auto in = slots_of(receive);
+  // In this order nothing waits for what is issued after it on any rank. Streams may share a
+  // hardware queue, and then run in the order of issue.
+  for (size_t i = 0; i < std::max(out.size(), in.size() + kSlots - 1); ++i) {
+    if (i < out.size())
+      push(send, out[i], to);
+    const size_t behind = i - (kSlots - 1);
+    if (i + 1 >= kSlots && behind < in.size())
+      pull(receive, in[behind], from, stream);
+  }
   sent.record(*send_stream_);
-  for_each_slot(
-      receive,
-      [&] {
-        ++received_[from];
-        check(wait_count(arrived(rank_, from), received_[from], stream), "wait");
-      },
-      [&](size_t buffer, int64_t offset, int64_t at, int64_t bytes) {
-        copies.add(receive[buffer].byte_data() + offset, slot(rank_, from, received_[from]) + at,
-                   bytes);
-      },
-      [&] {
-        copies.run(stream);
-        check(write_count(consumed(from, rank_), received_[from], stream), "write");
-      });
   stream.wait(sent);
 }
 

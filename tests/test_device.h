@@ -9,13 +9,15 @@ namespace rowshard::testing {
 
 extern Device test_device;
 
-/// Arena (poisoned) and stream on the device under test.
+/// Arena (poisoned) and stream on a device, with upload and download.
 struct Bench {
-  Arena arena{test_device};
-  Stream stream{test_device};
+  Arena arena;
+  Stream stream;
   Context ctx{arena, stream};
 
-  Bench() { arena.set_poison(true); }
+  explicit Bench(Device device = test_device) : arena(device), stream(device) {
+    arena.set_poison(true);
+  }
 
   template <typename T>
   Tensor upload(const std::vector<T>& values, Shape shape,

@@ -10,7 +10,7 @@
 #include <gtest/gtest.h>
 
 #include "comm/world.h"
-#include "core/arena.h"
+#include "test_device.h"
 
 namespace rowshard::testing {
 
@@ -26,30 +26,9 @@ class DistributedTest : public ::testing::Test {
   void TearDown() override { world().barrier(); }
 };
 
-/// Arena (poisoned) and stream on this rank's device, with upload and download for tests.
-struct DistBench {
-  Arena arena{test_world->device()};
-  Stream stream{test_world->device()};
-  Context ctx{arena, stream};
-
-  DistBench() { arena.set_poison(true); }
-
-  template <typename T>
-  Tensor upload(const std::vector<T>& values, Shape shape,
-                Category category = Category::kActivations) {
-    Tensor tensor = arena.tensor(category, "test", DTypeOf<T>::value, shape);
-    copy(tensor, ConstView(values.data(), DTypeOf<T>::value, shape, kHost), stream);
-    stream.synchronize();
-    return tensor;
-  }
-  /// The bytes as they lie, as elements of T.
-  template <typename T>
-  std::vector<T> download(const ConstView& view) {
-    std::vector<T> values(view.bytes() / sizeof(T));
-    copy(View(values.data(), view.dtype, view.shape, kHost), view, stream);
-    stream.synchronize();
-    return values;
-  }
+/// On this rank's device.
+struct DistBench : Bench {
+  DistBench() : Bench(test_world->device()) {}
 };
 
 }  // namespace rowshard::testing

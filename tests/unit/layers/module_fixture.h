@@ -201,12 +201,26 @@ class Module {
                                       saved ? &saved->grouped : nullptr, ctx);
     }
   }
+  /// Before delayed gradients: whatever backward has freed is somebody else's.
+  void reuse_memory(Context& ctx) {
+    if (!options.delay)
+      return;
+    std::vector<Tensor> others;
+    for (const int64_t width : {options.ffn, options.hidden}) {
+      for (int i = 0; i < 8; ++i) {
+        others.push_back(ctx.arena.tensor(Category::kWorkspace, "test.other", DType::kBF16,
+                                          {options.tokens, width}));
+        fill_bytes(others.back(), 0xff, ctx.stream);
+      }
+    }
+  }
   void backward(Saved& saved, Context& ctx, bool want_dx = true) {
     const std::vector<Linear> layers = linears();
     const View to = want_dx ? dx.view() : View();
     switch (kind) {
       case ModuleKind::kLinear:
         linear_backward(to, dy, saved.linear, layers[0], false, ctx);
+        reuse_memory(ctx);
         if (options.delay && options.trainable)
           linear_weight_gradient(saved.linear, layers[0], ctx);
         return;
@@ -216,12 +230,15 @@ class Module {
             std::array<ConstView, 2>{dy.view().slice_rows(0, options.tokens),
                                      dy.view().slice_rows(options.tokens, options.tokens)},
             saved.norm_linear, norm_linear(layers), false, ctx);
+        reuse_memory(ctx);
         return layer_norm_linear_weight_gradient(saved.norm_linear, norm_linear(layers), ctx);
       case ModuleKind::kLayerNormMlp:
         layer_norm_mlp_backward(to, dy, saved.mlp, mlp(layers), false, ctx);
+        reuse_memory(ctx);
         return layer_norm_mlp_weight_gradient(saved.mlp, mlp(layers), ctx);
       case ModuleKind::kGroupedLinear:
         grouped_linear_backward(to, dy, saved.grouped, layers, false, ctx);
+        reuse_memory(ctx);
         return grouped_linear_weight_gradient(saved.grouped, layers, ctx);
     }
   }

@@ -20,6 +20,7 @@ Shape norm_statistics_shape(NormKind kind, int64_t rows) {
 namespace host {
 namespace {
 
+// Sums over a row are f64, so that they do not show how the compiler cut them.
 template <typename T>
 struct Row {
   using A = Accumulator<T>;
@@ -29,18 +30,18 @@ struct Row {
   int64_t width;
 
   A mean() const {
-    A sum = 0;
+    double sum = 0;
 #pragma omp simd reduction(+ : sum)
     for (int64_t i = 0; i < width; ++i)
       sum += widen(x[i]);
-    return sum / static_cast<A>(width);
+    return static_cast<A>(sum / static_cast<double>(width));
   }
   A rstd(A mean, A eps) const {
-    A squares = 0;
+    double squares = 0;
 #pragma omp simd reduction(+ : squares)
     for (int64_t i = 0; i < width; ++i)
       squares += (widen(x[i]) - mean) * (widen(x[i]) - mean);
-    return 1 / std::sqrt(squares / static_cast<A>(width) + eps);
+    return static_cast<A>(1 / std::sqrt(squares / static_cast<double>(width) + eps));
   }
   void rms(T* y, A rstd) const {
 #pragma omp simd
@@ -103,7 +104,7 @@ void backward(const View& dx, const ConstView& dy, const ConstView& x, const Nor
     const T* grad = dy.as<T>() + row * width;
     T* out = dx.as<T>() + row * width;
     const A r = rstds[row], mean = kLayer ? means[row] : 0;
-    A dot = 0, sum = 0;
+    double dot = 0, sum = 0;
 #pragma omp simd reduction(+ : dot, sum)
     for (int64_t i = 0; i < width; ++i) {
       const A g = widen(grad[i]) * widen(weight[i]);
@@ -111,7 +112,8 @@ void backward(const View& dx, const ConstView& dy, const ConstView& x, const Nor
       if constexpr (kLayer)
         sum += g;
     }
-    const A mean_dot = dot / static_cast<A>(width), mean_g = sum / static_cast<A>(width);
+    const A mean_dot = static_cast<A>(dot / static_cast<double>(width));
+    const A mean_g = static_cast<A>(sum / static_cast<double>(width));
 #pragma omp simd
     for (int64_t i = 0; i < width; ++i) {
       A g = widen(grad[i]) * widen(weight[i]) - (widen(in[i]) - mean) * r * mean_dot;

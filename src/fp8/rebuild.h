@@ -16,7 +16,8 @@ enum class RebuildStart {
   kInOrder,  // after everything queued before it
   /// Beside the operation queued just before it on the stream, a 1×128 quantisation that neither
   /// writes what is read here nor touches what is written; after everything before that one. What
-  /// is queued next still comes after both.
+  /// is queued next still comes after both. Not behind any other kernel: our products let others
+  /// start beside them too, and may still read what is written here.
   kBesideQuantizer,
 };
 
